@@ -1,0 +1,68 @@
+#pragma once
+
+// Two ops for evicting KV cells: attention mass per cell, and moving cells inside the cache.
+// Every table below stands again, line by line, as assertions in ggml-kv-evict.c.
+
+#include "ggml.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+    // Adds the attention mass of selected queries to rows, in place:
+    //
+    //   rows[row_idx[t]][c] += coef[il] * mean over heads h of softmax_c(q[t,h] . k[c,h/gqa])
+    //
+    // with scale, softcap, ALiBi slope and attention sinks as in ggml_flash_attn_ext. The first layer assigns.
+    // Cells at and above n_kv keep their values. A query with row_idx < 0 is not scored; if none is, the op does nothing.
+    //
+    //   rows     F32      [n_cells >= n_kv, n_rows]
+    //   q        F32      [n_embd_head, n_head, n_tokens]               contiguous in dim 0
+    //   k        F32 F16 BF16 or quantised
+    //                     [n_embd_head, n_head_kv, n_kv, n_stream]      n_head a multiple of n_head_kv
+    //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]
+    //   sinks    F32      [n_head] or NULL
+    //   coef     F32      [n_layer]                                     il < n_layer
+    //   row_idx  I32      [n_tokens]                                    < n_rows, no row twice
+    //
+    //   result   rows (a view)
+    //
+    // Queries are ordered by stream: query t belongs to stream t/(n_tokens/n_stream).
+    // src[7] and up are free for per-cell weights of other scorers.
+    GGML_API struct ggml_tensor * ggml_kv_mass(
+            struct ggml_context * ctx,
+            struct ggml_tensor  * rows,
+            struct ggml_tensor  * q,
+            struct ggml_tensor  * k,
+            struct ggml_tensor  * mask,
+            struct ggml_tensor  * sinks,
+            struct ggml_tensor  * coef,
+            struct ggml_tensor  * row_idx,
+            int                   il,
+            float                 scale,
+            float                 max_bias,
+            float                 logit_softcap,
+            bool                  assign);
+
+    // Time that the CPU op has spent on this node since the last call, in microseconds. The counter is reset.
+    // Returns a negative value if the node was not computed by the CPU backend.
+    GGML_API int64_t ggml_kv_mass_take_time_us(struct ggml_tensor * a);
+
+    // Moves cells inside a cache tensor, in place: for all i, cell idx[1][i] becomes a copy of cell idx[0][i].
+    // No cell is both a source and a target, and no target stands twice, so the order does not matter.
+    //
+    //   a        any type [ne0, ne1, ne2, ne3]    dim 0 contiguous
+    //   idx      I32      [n_move, 2]             idx[0]: from, idx[1]: to, both in [0, ne[dim])
+    //   dim      1        whole rows of raw blocks move        (K, and V that is not transposed)
+    //            0        single elements of every row move    (transposed V), block size 1 only
+    //
+    //   result   a (a view)
+    GGML_API struct ggml_tensor * ggml_kv_move(
+            struct ggml_context * ctx,
+            struct ggml_tensor  * a,
+            struct ggml_tensor  * idx,
+            int                   dim);
+
+#ifdef __cplusplus
+}
+#endif

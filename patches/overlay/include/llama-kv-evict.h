@@ -1,0 +1,125 @@
+#pragma once
+
+// Evict KV cells while decoding: the C interface of the eviction engine.
+//
+// This is the only header that other languages mirror. Every function is safe to call with any argument: a caller's
+// mistake is reported through the return value and a message, never by aborting or throwing.
+//
+// The method, the cell layout and the invariants are explained in src/llama-kv-evict.h.
+
+#include "llama.h"
+
+#include <stddef.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+// bump on any change of a struct or of the meaning of a call below
+#define LLAMA_KV_EVICT_ABI_VERSION 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+    // what a cell is ranked by
+    enum llama_kv_scorer {
+        LLAMA_KV_SCORER_NONE      = 0, // nothing is scored, nothing is evicted (the full cache)
+        LLAMA_KV_SCORER_ATTENTION = 1, // attention mass, averaged over query heads, summed over layers with weights
+        LLAMA_KV_SCORER_RECENCY   = 2, // position: the oldest leaves first (StreamingLLM)
+        LLAMA_KV_SCORER_RANDOM    = 3, // a seeded hash of the position (control arm)
+    };
+
+    // how the masses m of successive queries become a score s
+    enum llama_kv_aggregation {
+        LLAMA_KV_AGGREGATION_EMA     = 0, // s <- beta s + (1 - beta) m
+        LLAMA_KV_AGGREGATION_COUPLED = 1, // one EMA update per layer: EMA with beta^L and lambda = beta
+        LLAMA_KV_AGGREGATION_SUM     = 2, // s <- s + m
+        LLAMA_KV_AGGREGATION_LAST    = 3, // s <- m
+        LLAMA_KV_AGGREGATION_MAX     = 4, // s <- max(s, m)
+    };
+
+    struct llama_kv_evict_params {
+        enum llama_kv_scorer      scorer;
+        enum llama_kv_aggregation aggregation;
+
+        float    beta;         // memory of the EMA, in [0, 1)
+        float    lambda;       // layer weights w_l ~ lambda^(L-1-l), in (0, 1]; 0 = 0.042^(1/L)
+
+        uint32_t n_budget;     // most cells a sequence holds once cut, new ones included
+        float    budget_share; // if > 0: n_budget is this share of the prompt's cells, in (0, 1)
+
+        uint32_t n_sink;       // first positions, never evicted
+        uint32_t n_recent;     // newest positions, never evicted
+        uint32_t n_window;     // last prompt queries that take part in the first ranking
+        uint32_t n_pool;       // the first ranking is averaged over this many neighbouring positions (odd)
+        uint32_t n_refresh;    // decode steps between refreshes, 1 = every step
+        uint32_t seed;         // for LLAMA_KV_SCORER_RANDOM
+
+        bool     frozen;       // keep the first ranking; generated tokens outrank the prompt, oldest of them first
+        bool     compact;      // false leaves the holes of a cut in place (for tests)
+    };
+
+    struct llama_kv_evict_cell {
+        llama_pos pos;
+        float     score;
+    };
+
+    // counters start again when the cache is empty; times are in milliseconds
+    struct llama_kv_evict_stats {
+        uint64_t n_cells;     // cells allocated, all streams
+        uint64_t n_used;      // cells in use
+        uint64_t n_tokens;    // tokens that entered the cache
+        uint64_t n_evicted;   // cells that were evicted
+        uint64_t n_evictions; // cuts that evicted at least one cell
+        uint64_t n_refreshes; // decode queries that were scored
+        uint64_t n_moved;     // cells that were moved by compaction
+        uint64_t n_reused;    // graphs that were reused, since the context was created
+        uint64_t kv_bytes;    // bytes allocated for K and V
+        double   t_score_ms;  // scoring: the op on the CPU plus the time rules; NaN where the op cannot be timed
+        double   t_evict_ms;  // choosing and removing cells
+        double   t_move_ms;   // compaction
+    };
+
+    LLAMA_API uint32_t llama_kv_evict_abi_version(void);
+    LLAMA_API size_t   llama_kv_evict_params_size(void);
+    LLAMA_API size_t   llama_kv_evict_cell_size  (void);
+    LLAMA_API size_t   llama_kv_evict_stats_size (void);
+
+    LLAMA_API struct llama_kv_evict_params llama_kv_evict_default_params(void);
+
+    // Give the context's KV cache an eviction engine, in place of the one it has.
+    // Returns false and writes a message to err when the parameters are out of range or the context cannot be served.
+    LLAMA_API bool llama_kv_evict_attach(
+            struct llama_context * ctx,
+            struct llama_kv_evict_params params,
+            char * err,
+            size_t n_err);
+
+    // Never evict positions [p0, p1) of any sequence.
+    // Returns false when there is no engine, the range is empty or the budget has no room for it.
+    LLAMA_API bool llama_kv_evict_protect(struct llama_context * ctx, llama_pos p0, llama_pos p1);
+
+    // The next n_tokens tokens of the sequence are prompt, those after them are decode steps, whatever their batch sizes.
+    // n_tokens < 0 returns to the default: several tokens of a sequence in one batch are prompt, a single one is not.
+    LLAMA_API bool llama_kv_evict_prompt(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
+
+    // The resident cells of the sequence, by position. Writes at most n_max of them, returns how many there are,
+    // -1 without an engine or for a sequence that does not exist.
+    LLAMA_API int32_t llama_kv_evict_cells(
+            struct llama_context * ctx,
+            llama_seq_id seq_id,
+            struct llama_kv_evict_cell * cells,
+            int32_t n_max);
+
+    // Keep exactly the given positions of the sequence and its newest one. The rest is evicted, sinks included.
+    // Returns the number of evicted cells, -1 when there is no engine, -2 when a position is not resident (nothing happens).
+    LLAMA_API int32_t llama_kv_evict_keep(
+            struct llama_context * ctx,
+            llama_seq_id seq_id,
+            const llama_pos * pos,
+            int32_t n_pos);
+
+    LLAMA_API bool llama_kv_evict_get_stats(struct llama_context * ctx, struct llama_kv_evict_stats * stats);
+
+#ifdef __cplusplus
+}
+#endif
