@@ -25,7 +25,7 @@
 //   prompt    enters whole, nothing is evicted; only its last n_window queries are scored
 //   first     the first decode query still sees every cell and is scored
 //   decode    before each batch: scores are updated, the lowest cells leave if the batch would pass n_budget.
-//             With n_refresh = r only every r-th step is scored, and a cut goes down to n_budget - r.
+//             With n_refresh = r every r-th step is scored (and the one before a cut), a cut goes down to n_budget - r.
 //
 // A further prompt starts over; its ranking and the scores so far are joined by max.
 //
@@ -36,4 +36,156 @@
 // The first cut leaves holes below cells that stay: update() moves the survivors together. After that an incoming token
 // takes the hole of an evicted one: metadata only, the graph is reused.
 
+// the public header has the same name
 #include "../include/llama-kv-evict.h"
+
+#include "ggml-cpp.h"
+
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+class llama_kv_cache;
+
+struct llama_kv_evict {
+    llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params & params);
+
+    //
+    // called by llama_kv_cache
+    //
+
+    // before a batch is placed: take in the rows of the last batch, cut, decide which of the new queries are scored
+    void begin_batch(llama_context & lctx);
+
+    // true if update() has cells to move
+    bool has_moves() const;
+
+    // move cells; returns true if a graph was computed
+    bool update(llama_context & lctx);
+
+    //
+    // called while a graph is built and run (llama-kv-evict-graph.cpp)
+    //
+
+    struct device_rows {
+        ggml_backend_buffer_type_t buft;
+
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buf;
+
+        ggml_tensor * rows; // F32 [kv_size, n_rows*n_stream], one query's mass per cell in each
+    };
+
+    bool scores_attention() const;
+
+    // the row of query (seq_id, pos) in the batch that is being computed, -1 if it is not scored
+    int32_t row(llama_seq_id seq_id, llama_pos pos) const;
+
+    std::vector<device_rows> devices; // one per buffer type that holds K
+
+    std::vector<bool>  hooked; // [n_layer] layers whose attention passes through the hook
+    std::vector<float> coef;   // [n_layer] layer weights w_l, 0 for layers that are not scored
+
+    int64_t t_op_us  = 0;
+    bool    op_timed = true;
+
+    //
+    // called by the C interface (llama-kv-evict-api.cpp)
+    //
+
+    static llama_kv_evict * get(llama_context & ctx);
+
+    // attach an engine to the context; returns a message, empty on success
+    static std::string attach(llama_context & ctx, const llama_kv_evict_params & params);
+
+    bool protect(llama_pos p0, llama_pos p1);
+    bool prompt (llama_seq_id seq_id, int32_t n_tokens);
+
+    std::vector<llama_kv_evict_cell> cells(llama_context & lctx, llama_seq_id seq_id);
+
+    int32_t keep(llama_context & lctx, llama_seq_id seq_id, std::vector<llama_pos> pos);
+
+    llama_kv_evict_stats get_stats(llama_context & lctx);
+
+private:
+    static std::string refuse(llama_context & ctx, llama_kv_cache * kv);
+
+    void alloc_rows();
+    void set_coef();
+
+    enum phase { PHASE_PROMPT, PHASE_FIRST, PHASE_DECODE };
+
+    // a cell as last seen: when its identity (pos, tok) has changed, everything else starts from nothing
+    struct cell_state {
+        llama_pos   pos = -1;
+        llama_token tok = LLAMA_TOKEN_NULL;
+
+        float score     = 0.0f;
+        bool  generated = false; // entered by a decode step since the last prompt
+    };
+
+    // the mass that one prompt query puts on the cells
+    struct window_row {
+        uint32_t           cell; // of the query itself
+        std::vector<float> mass;
+    };
+
+    // a query of the batch in flight and the row it writes
+    struct scored_query {
+        llama_pos pos;
+        uint32_t  row;
+    };
+
+    // one sequence and its stream
+    struct seq_state {
+        std::vector<cell_state> cells;
+        std::deque<window_row>  window;
+
+        phase    phase_cur  = PHASE_PROMPT;
+        int32_t  n_prompt   = -1; // announced prompt tokens that are still to come, -1 = none were announced
+        uint32_t n_budget   = 0;
+        uint32_t n_unscored = 0;  // decode steps since the last scored one
+
+        // the batch in flight
+        llama_pos p0 = 0;
+        llama_pos p1 = 0; // exclusive
+        std::vector<scored_query> queries;
+
+        // holes to be filled, and the moves that fill them
+        bool has_holes = false;
+        std::vector<uint32_t> from;
+        std::vector<uint32_t> to;
+    };
+
+    void settle(llama_context & lctx);
+
+    void scan     (uint32_t s, std::vector<bool> & seen);
+    void take_rows(uint32_t s, const std::vector<bool> & seen);
+    void rank     (uint32_t s, const std::vector<float> & mass);
+    void add_mass (uint32_t s, const std::vector<float> & mass);
+
+    void begin_seq(uint32_t s, const std::vector<llama_pos> & pos);
+    void score    (uint32_t s, const std::vector<llama_pos> & pos, size_t i0, size_t i1);
+    void cut      (uint32_t s, uint32_t n_new);
+    void plan     (uint32_t s);
+    void remove   (uint32_t s, const std::vector<uint32_t> & idxs);
+    void moved    (uint32_t s);
+
+    bool  is_protected(llama_pos pos) const;
+    float score_init  (llama_pos pos) const;
+
+    uint32_t n_protected(llama_pos p0, llama_pos p1) const;
+
+    llama_kv_cache & kv;
+
+    const llama_kv_evict_params params;
+
+    const uint32_t n_rows; // rows per stream
+
+    std::vector<seq_state> seqs; // [n_stream], a sequence has its own stream
+
+    std::vector<std::pair<llama_pos, llama_pos>> ranges; // protected
+
+    llama_kv_evict_stats stats = {};
+};

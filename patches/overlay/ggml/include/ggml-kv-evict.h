@@ -9,6 +9,16 @@
 extern "C" {
 #endif
 
+    // where ggml_kv_mass keeps its parameters, in units of op_params
+    enum ggml_kv_mass_param {
+        GGML_KV_MASS_IL       = 0, // i32
+        GGML_KV_MASS_ASSIGN   = 1, // i32
+        GGML_KV_MASS_SCALE    = 2, // f32
+        GGML_KV_MASS_MAX_BIAS = 3, // f32
+        GGML_KV_MASS_SOFTCAP  = 4, // f32
+        GGML_KV_MASS_TIME     = 8, // i64, microseconds, written by the CPU op
+    };
+
     // Adds the attention mass of selected queries to rows, in place:
     //
     //   rows[row_idx[t]][c] += coef[il] * mean over heads h of softmax_c(q[t,h] . k[c,h/gqa])
@@ -20,14 +30,15 @@ extern "C" {
     //   q        F32      [n_embd_head, n_head, n_tokens]               contiguous in dim 0
     //   k        F32 F16 BF16 or quantised
     //                     [n_embd_head, n_head_kv, n_kv, n_stream]      n_head a multiple of n_head_kv
-    //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]
+    //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]        -inf: not seen, mass 0
     //   sinks    F32      [n_head] or NULL
     //   coef     F32      [n_layer]                                     il < n_layer
     //   row_idx  I32      [n_tokens]                                    < n_rows, no row twice
     //
     //   result   rows (a view)
     //
-    // Queries are ordered by stream: query t belongs to stream t/(n_tokens/n_stream).
+    // Queries are ordered by stream: query t belongs to stream t/(n_tokens/n_stream). A query that sees no cell has mass 0.
+    // q may be rounded to the type that attention's dot product with k takes, so that both see the same logits.
     // src[7] and up are free for per-cell weights of other scorers.
     GGML_API struct ggml_tensor * ggml_kv_mass(
             struct ggml_context * ctx,

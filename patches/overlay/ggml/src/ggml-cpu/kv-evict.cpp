@@ -1,0 +1,652 @@
+#include "kv-evict.h"
+
+#include "ggml-cpu-impl.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "ggml-kv-evict.h"
+#include "simd-mappings.h"
+#include "vec.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+// cells that are scored together; threads take tiles in turn, which spreads masked regions evenly
+static constexpr int N_TILE = 16;
+
+// queries that are scored between two barriers, and the scratch for their logits that they may take
+static constexpr int64_t N_BLOCK      = 8;
+static constexpr int64_t MAX_LOGITS   = 4*1024*1024;
+static constexpr size_t  SCRATCH_PAD  = 128; // no two threads write to one cache line
+
+// ggml_kv_mass
+
+namespace {
+
+struct kv_mass {
+    explicit kv_mass(const ggml_tensor * dst) :
+        rows   (dst->src[0]),
+        q      (dst->src[1]),
+        k      (dst->src[2]),
+        mask   (dst->src[3]),
+        sinks  (dst->src[6] ? (const float *) dst->src[6]->data : nullptr),
+        row_idx((const int32_t *) dst->src[5]->data),
+        n_embd    (q->ne[0]),
+        n_head    (q->ne[1]),
+        n_head_kv (k->ne[1]),
+        n_gqa     (n_head/n_head_kv),
+        n_kv      (k->ne[2]),
+        n_tokens  (q->ne[2]),
+        n_stream_tokens(n_tokens/k->ne[3]),
+        assign        (ggml_get_op_params_i32(dst, GGML_KV_MASS_ASSIGN) != 0),
+        scale         (ggml_get_op_params_f32(dst, GGML_KV_MASS_SCALE)),
+        max_bias      (ggml_get_op_params_f32(dst, GGML_KV_MASS_MAX_BIAS)),
+        softcap       (ggml_get_op_params_f32(dst, GGML_KV_MASS_SOFTCAP)) {
+    }
+
+    const ggml_tensor * rows;
+    const ggml_tensor * q;
+    const ggml_tensor * k;
+    const ggml_tensor * mask;
+    const float       * sinks;
+    const int32_t     * row_idx;
+
+    const int64_t n_embd;
+    const int64_t n_head;
+    const int64_t n_head_kv;
+    const int64_t n_gqa;
+    const int64_t n_kv;
+    const int64_t n_tokens;
+    const int64_t n_stream_tokens;
+
+    const bool  assign;
+    const float scale;
+    const float max_bias;
+    const float softcap;
+
+    // ALiBi
+    float slope(int64_t h) const {
+        if (max_bias <= 0.0f) {
+            return 1.0f;
+        }
+        const int64_t n_head_log2 = 1ll << (int) std::floor(std::log2((double) n_head));
+        return h < n_head_log2 ?
+            std::pow(2.0f, -max_bias*(h + 1)/n_head_log2) :
+            std::pow(2.0f, -max_bias*(2*(h - n_head_log2) + 1)/(2*n_head_log2));
+    }
+
+    bool is_scored(int64_t t) const { return row_idx[t] >= 0; }
+
+    float * row(int64_t t) const { return (float *) ((char *) rows->data + row_idx[t]*rows->nb[1]); }
+
+    const float * q_row(int64_t t, int64_t h) const {
+        return (const float *) ((const char *) q->data + h*q->nb[1] + t*q->nb[2]);
+    }
+
+    const char * k_row(int64_t c, int64_t h_kv, int64_t t) const {
+        return (const char *) k->data + h_kv*k->nb[1] + c*k->nb[2] + t/n_stream_tokens*k->nb[3];
+    }
+
+    void get_mask(float * dst, int64_t c, int64_t n, int64_t t) const {
+        const char * src = (const char *) mask->data + t%n_stream_tokens*mask->nb[1] + t/n_stream_tokens*mask->nb[3];
+        if (mask->type == GGML_TYPE_F16) {
+            ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src + c, dst, n);
+        } else {
+            memcpy(dst, (const float *) src + c, n*sizeof(float));
+        }
+    }
+};
+
+} // namespace
+
+// the spec: one thread per query, everything in double
+
+static void kv_mass_ref(const ggml_compute_params * params, const kv_mass & a, float coef) {
+    const ggml_to_float_t to_float = ggml_get_type_traits(a.k->type)->to_float;
+
+    std::vector<float>  k_f32(a.n_embd);
+    std::vector<float>  mask(a.n_kv);
+    std::vector<double> logits(a.n_kv);
+    std::vector<double> mass(a.n_kv);
+
+    for (int64_t t = params->ith; t < a.n_tokens; t += params->nth) {
+        if (!a.is_scored(t)) {
+            continue;
+        }
+
+        a.get_mask(mask.data(), 0, a.n_kv, t);
+        std::fill(mass.begin(), mass.end(), 0.0);
+
+        for (int64_t h = 0; h < a.n_head; ++h) {
+            const float * q = a.q_row(t, h);
+            const float slope = a.slope(h);
+
+            double max = a.sinks ? a.sinks[h] : -INFINITY;
+
+            for (int64_t c = 0; c < a.n_kv; ++c) {
+                logits[c] = -INFINITY;
+                if (mask[c] == -INFINITY) {
+                    continue;
+                }
+
+                const char * k = a.k_row(c, h/a.n_gqa, t);
+                if (to_float) {
+                    to_float(k, k_f32.data(), a.n_embd);
+                } else {
+                    memcpy(k_f32.data(), k, a.n_embd*sizeof(float));
+                }
+
+                double dot = 0.0;
+                for (int64_t i = 0; i < a.n_embd; ++i) {
+                    dot += (double) q[i]*k_f32[i];
+                }
+
+                double x = dot*a.scale;
+                if (a.softcap != 0.0f) {
+                    x = a.softcap*std::tanh(x/a.softcap);
+                }
+
+                logits[c] = x + slope*mask[c];
+                max       = std::max(max, logits[c]);
+            }
+
+            double sum = a.sinks ? std::exp(a.sinks[h] - max) : 0.0;
+            for (int64_t c = 0; c < a.n_kv; ++c) {
+                if (logits[c] != -INFINITY) {
+                    sum += std::exp(logits[c] - max);
+                }
+            }
+            for (int64_t c = 0; c < a.n_kv; ++c) {
+                if (logits[c] != -INFINITY) {
+                    mass[c] += std::exp(logits[c] - max)/sum;
+                }
+            }
+        }
+
+        float * row = a.row(t);
+        for (int64_t c = 0; c < a.n_kv; ++c) {
+            row[c] = (a.assign ? 0.0f : row[c]) + coef*mass[c]/a.n_head;
+        }
+    }
+}
+
+// fast path: a tile of K is read once for all query heads and queries that share it
+
+#if defined(GGML_SIMD) && !defined(__ARM_FEATURE_SVE) && !defined(__riscv_v_intrinsic)
+
+// dst[i] = sum of the lanes of x[i]
+static inline void store_sums_4(float * dst, const GGML_F32_VEC * x) {
+#if defined(__AVX__)
+    __m256 y[4];
+    for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+        y[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]),
+                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[i]), 1)));
+#else
+        y[i] = x[i];
+#endif
+    }
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    _mm_storeu_ps(dst, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    vst1q_f32(dst, vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])));
+#else
+    for (int i = 0; i < 4; ++i) {
+        float y[GGML_F32_EPR];
+        GGML_F32_VEC_STORE(y, x[i]);
+        dst[i] = 0.0f;
+        for (int l = 0; l < GGML_F32_EPR; ++l) {
+            dst[i] += y[l];
+        }
+    }
+#endif
+}
+
+// NQ queries times 4 cells: every vector that is loaded serves 4 or NQ products
+template <int NQ>
+static inline void dot_4(int n, float * dst, int64_t ld, const float * const * k, const float * q) {
+    GGML_F32_VEC sum[NQ][4];
+    for (int j = 0; j < NQ; ++j) {
+        for (int i = 0; i < 4; ++i) {
+            sum[j][i] = GGML_F32_VEC_ZERO;
+        }
+    }
+
+    const int n_vec = n - n%GGML_F32_EPR;
+
+    for (int d = 0; d < n_vec; d += GGML_F32_EPR) {
+        GGML_F32_VEC qv[NQ];
+        for (int j = 0; j < NQ; ++j) {
+            qv[j] = GGML_F32_VEC_LOAD(q + j*n + d);
+        }
+        for (int i = 0; i < 4; ++i) {
+            const GGML_F32_VEC kv = GGML_F32_VEC_LOAD(k[i] + d);
+            for (int j = 0; j < NQ; ++j) {
+                sum[j][i] = GGML_F32_VEC_FMA(sum[j][i], kv, qv[j]);
+            }
+        }
+    }
+
+    for (int j = 0; j < NQ; ++j) {
+        store_sums_4(dst + j*ld, sum[j]);
+        for (int d = n_vec; d < n; ++d) {
+            for (int i = 0; i < 4; ++i) {
+                dst[j*ld + i] += k[i][d]*q[j*n + d];
+            }
+        }
+    }
+}
+
+static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * const * k, const float * q) {
+    for (int i = 0; i < N_TILE; i += 4) {
+        for (int j = 0; j < n_q; ) {
+            const int n_left = n_q - j;
+            const int n_step = n_left == 1 ? 1 : n_left == 2 || n_left == 4 ? 2 : 3;
+            switch (n_step) {
+                case 1: dot_4<1>(n, dst + j*ld + i, ld, k + i, q + j*n); break;
+                case 2: dot_4<2>(n, dst + j*ld + i, ld, k + i, q + j*n); break;
+                case 3: dot_4<3>(n, dst + j*ld + i, ld, k + i, q + j*n); break;
+            }
+            j += n_step;
+        }
+    }
+}
+
+#else
+
+static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * const * k, const float * q) {
+    for (int i = 0; i < N_TILE; ++i) {
+        for (int j = 0; j < n_q; ++j) {
+            ggml_vec_dot_f32(n, dst + j*ld + i, 0, k[i], 0, q + j*n, 0, 1);
+        }
+    }
+}
+
+#endif
+
+namespace {
+
+// max and sum of exp(logit - max) over the cells of one thread
+struct kv_mass_stat {
+    float max;
+    float sum;
+};
+
+// scratch of one thread, in bytes from its start, and the whole
+struct kv_mass_layout {
+    kv_mass_layout(const kv_mass & a, int nth) {
+        const ggml_type q_type = ggml_get_type_traits_cpu(a.k->type)->vec_dot_type;
+
+        n_block = std::max<int64_t>(1, std::min(N_BLOCK, MAX_LOGITS/(a.n_head*a.n_kv)));
+        n_block = std::min({ n_block, a.rows->ne[1], a.n_tokens });
+        n_q     = n_block*a.n_head;
+        n_cells = ((a.n_kv + N_TILE - 1)/N_TILE + nth - 1)/nth*N_TILE;
+        q_size  = std::max(ggml_row_size(q_type, a.n_embd), a.n_embd*sizeof(float));
+
+        size_t pos = 0;
+        auto take = [&pos](size_t size) {
+            const size_t res = pos;
+            pos += GGML_PAD(size, SCRATCH_PAD);
+            return res;
+        };
+
+        q      = take(q_size*n_q);
+        q_tmp  = take(q_size);
+        k      = take(sizeof(float)*N_TILE*a.n_embd);
+        mask   = take(sizeof(float)*N_TILE*n_block);
+        slope  = take(sizeof(float)*a.n_head);
+        weight = take(sizeof(float)*n_q);
+        logits = take(sizeof(float)*n_q*n_cells);
+        stat   = take(sizeof(kv_mass_stat)*n_q*2); // two, used in turn: one barrier per block is enough
+        total  = pos;
+    }
+
+    int64_t n_block;
+    int64_t n_q;
+    int64_t n_cells;
+    size_t  q_size;
+
+    size_t q, q_tmp, k, mask, slope, weight, logits, stat, total;
+};
+
+// the scored queries of a block, all of one stream
+struct kv_mass_block {
+    int     n;
+    int64_t t[N_BLOCK];
+};
+
+} // namespace
+
+size_t ggml_kv_mass_work_size(const ggml_tensor * dst, int n_tasks) {
+    const kv_mass a(dst);
+
+    // fewer threads than planned need less in total, but for the rounding of n_cells
+    const kv_mass_layout l(a, n_tasks);
+    return n_tasks*(l.total + sizeof(float)*l.n_q*N_TILE + SCRATCH_PAD);
+}
+
+// Row r of a block is query b, head h: r = (h_kv*n + b)*n_gqa + h%n_gqa, so that rows that share K are neighbours.
+struct kv_mass_worker {
+    kv_mass_worker(const ggml_compute_params * params, const kv_mass & a, float coef) :
+        a(a), l(a, params->nth), coef(coef), ith(params->ith), nth(params->nth), params(params) {
+        GGML_ASSERT(l.total*nth <= params->wsize);
+
+        k_type  = a.k->type;
+        q_type  = ggml_get_type_traits_cpu(k_type)->vec_dot_type;
+        vec_dot = ggml_is_quantized(k_type) ? ggml_get_type_traits_cpu(k_type)->vec_dot : nullptr;
+
+        for (int64_t h = 0; h < a.n_head; ++h) {
+            scratch(l.slope)[h] = a.slope(h);
+        }
+    }
+
+    const kv_mass & a;
+
+    const kv_mass_layout l;
+
+    const float coef;
+    const int   ith;
+    const int   nth;
+
+    const ggml_compute_params * params;
+
+    ggml_type      k_type;
+    ggml_type      q_type;
+    ggml_vec_dot_t vec_dot; // quantised K only
+
+    float * scratch(size_t pos) const { return scratch(pos, ith); }
+
+    float * scratch(size_t pos, int thread) const {
+        return (float *) ((char *) params->wdata + l.total*thread + pos);
+    }
+
+    // rounded as attention rounds it
+    void set_q(const kv_mass_block & block) {
+        const ggml_from_float_t from_float = ggml_get_type_traits_cpu(q_type)->from_float;
+        const ggml_to_float_t   to_float   = ggml_get_type_traits(q_type)->to_float;
+
+        const size_t size = vec_dot ? ggml_row_size(q_type, a.n_embd) : a.n_embd*sizeof(float);
+
+        char * dst = (char *) scratch(l.q);
+        for (int64_t h_kv = 0; h_kv < a.n_head_kv; ++h_kv) {
+            for (int b = 0; b < block.n; ++b) {
+                for (int64_t j = 0; j < a.n_gqa; ++j, dst += size) {
+                    const float * q = a.q_row(block.t[b], h_kv*a.n_gqa + j);
+                    if (q_type == GGML_TYPE_F32) {
+                        memcpy(dst, q, size);
+                    } else if (vec_dot) {
+                        from_float(q, dst, a.n_embd);
+                    } else {
+                        from_float(q, scratch(l.q_tmp), a.n_embd);
+                        to_float(scratch(l.q_tmp), (float *) dst, a.n_embd);
+                    }
+                }
+            }
+        }
+    }
+
+    // q.k of n_q rows and one tile
+    void dot(float * dst, int64_t h_kv, int n_q, int64_t c, int n, int64_t t) {
+        if (vec_dot) {
+            const size_t size = ggml_row_size(q_type, a.n_embd);
+            const char * q    = (const char *) scratch(l.q) + h_kv*n_q*size;
+            for (int i = 0; i < n; ++i) {
+                const char * k = a.k_row(c + i, h_kv, t);
+                for (int j = 0; j < n_q; ++j) {
+                    vec_dot(a.n_embd, dst + j*l.n_cells + i, 0, k, 0, q + j*size, 0, 1);
+                }
+            }
+            return;
+        }
+
+        const float * k[N_TILE];
+        for (int i = 0; i < N_TILE; ++i) {
+            const char * src = a.k_row(c + std::min(i, n - 1), h_kv, t);
+            if (k_type == GGML_TYPE_F32) {
+                k[i] = (const float *) src;
+                continue;
+            }
+
+            float * tmp = scratch(l.k) + i*a.n_embd;
+            k[i] = tmp;
+            if (k_type == GGML_TYPE_F16) {
+                ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, tmp, a.n_embd);
+            } else {
+                ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, tmp, a.n_embd);
+            }
+        }
+        dot_tile(a.n_embd, n_q, dst, l.n_cells, k, scratch(l.q) + h_kv*n_q*a.n_embd);
+    }
+
+    // masked cells are chosen, not added: what their K holds may be anything
+    void finish_logits(float * x, const float * mask, float slope) const {
+        for (int i = 0; i < N_TILE; ++i) {
+            x[i] *= a.scale;
+        }
+        if (a.softcap != 0.0f) {
+            for (int i = 0; i < N_TILE; ++i) {
+                x[i] = a.softcap*tanhf(x[i]/a.softcap);
+            }
+        }
+        for (int i = 0; i < N_TILE; ++i) {
+            x[i] = mask[i] == -INFINITY ? -INFINITY : x[i] + slope*mask[i];
+        }
+    }
+
+    // returns false if no query of the block sees a cell of the tile
+    bool set_mask(const kv_mass_block & block, int64_t c, int n) {
+        bool any = false;
+        for (int b = 0; b < block.n; ++b) {
+            float * mask = scratch(l.mask) + b*N_TILE;
+            a.get_mask(mask, c, n, block.t[b]);
+            std::fill(mask + n, mask + N_TILE, -INFINITY);
+            any = any || std::any_of(mask, mask + n, [](float x) { return x != -INFINITY; });
+        }
+        return any;
+    }
+
+    // logits of this thread's cells; returns how many, a multiple of N_TILE
+    int64_t set_logits(const kv_mass_block & block) {
+        int64_t pos = 0;
+        for (int64_t c = (int64_t) ith*N_TILE; c < a.n_kv; c += (int64_t) nth*N_TILE, pos += N_TILE) {
+            const int  n   = std::min<int64_t>(N_TILE, a.n_kv - c);
+            const int  n_q = block.n*a.n_gqa;
+            const bool any = set_mask(block, c, n);
+
+            for (int64_t h_kv = 0; h_kv < a.n_head_kv; ++h_kv) {
+                float * x = scratch(l.logits) + h_kv*n_q*l.n_cells + pos;
+                if (any) {
+                    dot(x, h_kv, n_q, c, n, block.t[0]);
+                }
+                for (int j = 0; j < n_q; ++j, x += l.n_cells) {
+                    if (any) {
+                        finish_logits(x, scratch(l.mask) + j/a.n_gqa*N_TILE, scratch(l.slope)[h_kv*a.n_gqa + j%a.n_gqa]);
+                    } else {
+                        std::fill(x, x + N_TILE, -INFINITY);
+                    }
+                }
+            }
+        }
+        return pos;
+    }
+
+    // x becomes exp(x - max)
+    static kv_mass_stat exp_logits(float * x, int64_t n) {
+        float max[N_TILE];
+        std::fill(max, max + N_TILE, -INFINITY);
+        for (int64_t c = 0; c < n; c += N_TILE) {
+            for (int i = 0; i < N_TILE; ++i) {
+                max[i] = x[c + i] > max[i] ? x[c + i] : max[i];
+            }
+        }
+
+        kv_mass_stat res = { *std::max_element(max, max + N_TILE), 0.0f };
+        if (res.max == -INFINITY) {
+            std::fill(x, x + n, 0.0f);
+        } else {
+            res.sum = ggml_vec_soft_max_f32(n, x, x, res.max);
+        }
+        return res;
+    }
+
+    const kv_mass_stat * stats(int thread, int turn) const { return (const kv_mass_stat *) scratch(l.stat, thread) + turn*l.n_q; }
+
+    // what turns this thread's exp(x - max) of row r into its share of the mass
+    float get_weight(int r, int turn, int64_t h) const {
+        float max = a.sinks ? a.sinks[h] : -INFINITY;
+        for (int i = 0; i < nth; ++i) {
+            max = std::max(max, stats(i, turn)[r].max);
+        }
+        if (max == -INFINITY) {
+            return 0.0f;
+        }
+
+        float sum = a.sinks ? expf(a.sinks[h] - max) : 0.0f;
+        for (int i = 0; i < nth; ++i) {
+            sum += stats(i, turn)[r].sum*expf(stats(i, turn)[r].max - max);
+        }
+        return coef/a.n_head*expf(stats(ith, turn)[r].max - max)/sum;
+    }
+
+    void add_mass(const kv_mass_block & block) {
+        int64_t pos = 0;
+        for (int64_t c = (int64_t) ith*N_TILE; c < a.n_kv; c += (int64_t) nth*N_TILE, pos += N_TILE) {
+            const int n = std::min<int64_t>(N_TILE, a.n_kv - c);
+
+            for (int b = 0; b < block.n; ++b) {
+                float mass[N_TILE] = { 0.0f };
+                for (int64_t h = 0; h < a.n_head; ++h) {
+                    const int64_t r = (h/a.n_gqa*block.n + b)*a.n_gqa + h%a.n_gqa;
+                    const float * p = scratch(l.logits) + r*l.n_cells + pos;
+                    const float   w = scratch(l.weight)[r];
+                    for (int i = 0; i < N_TILE; ++i) {
+                        mass[i] += w*p[i];
+                    }
+                }
+
+                float * row = a.row(block.t[b]) + c;
+                for (int i = 0; i < n; ++i) {
+                    row[i] = a.assign ? mass[i] : row[i] + mass[i];
+                }
+            }
+        }
+    }
+
+    void add_block(const kv_mass_block & block, int turn) {
+        set_q(block);
+
+        const int64_t n_cells = set_logits(block);
+        const int     n_rows  = block.n*a.n_head;
+
+        kv_mass_stat * stat = (kv_mass_stat *) scratch(l.stat) + turn*l.n_q;
+        for (int r = 0; r < n_rows; ++r) {
+            stat[r] = exp_logits(scratch(l.logits) + r*l.n_cells, n_cells);
+        }
+
+        ggml_barrier(params->threadpool);
+
+        for (int r = 0; r < n_rows; ++r) {
+            const int64_t h_kv = r/(block.n*a.n_gqa);
+            scratch(l.weight)[r] = get_weight(r, turn, h_kv*a.n_gqa + r%a.n_gqa);
+        }
+        add_mass(block);
+    }
+
+    void add_all() {
+        int64_t t    = 0;
+        int     turn = 0;
+
+        for (;;) {
+            kv_mass_block block = { 0, {} };
+            for (; t < a.n_tokens && block.n < l.n_block; ++t) {
+                if (!a.is_scored(t)) {
+                    continue;
+                }
+                if (block.n > 0 && t/a.n_stream_tokens != block.t[0]/a.n_stream_tokens) {
+                    break;
+                }
+                block.t[block.n++] = t;
+            }
+            if (block.n == 0) {
+                return;
+            }
+            add_block(block, turn);
+            turn = 1 - turn;
+        }
+    }
+};
+
+void ggml_compute_forward_kv_mass(const ggml_compute_params * params, ggml_tensor * dst) {
+    const kv_mass a(dst);
+    const float   coef = ((const float *) dst->src[4]->data)[ggml_get_op_params_i32(dst, GGML_KV_MASS_IL)];
+
+    const bool    any     = std::any_of(a.row_idx, a.row_idx + a.n_tokens, [](int32_t i) { return i >= 0; });
+    const int64_t t_start = any && params->ith == 0 ? ggml_time_us() : 0;
+
+    if (any && params->use_ref) {
+        kv_mass_ref(params, a, coef);
+    } else if (any) {
+        kv_mass_worker(params, a, coef).add_all();
+    }
+
+    if (params->ith == 0) {
+        int64_t t_us;
+        memcpy(&t_us, dst->op_params + GGML_KV_MASS_TIME, sizeof(t_us));
+        t_us = std::max<int64_t>(t_us, 0) + (any ? ggml_time_us() - t_start : 0);
+        memcpy(dst->op_params + GGML_KV_MASS_TIME, &t_us, sizeof(t_us));
+    }
+}
+
+// ggml_kv_move
+
+// elements of type T within each row, rows in turn over threads
+template <typename T>
+static void kv_move_dim_0(const ggml_compute_params * params, const ggml_tensor * a, const int32_t * from, const int32_t * to, int64_t n_move) {
+    for (int64_t r = params->ith; r < ggml_nrows(a); r += params->nth) {
+        const int64_t i1 = r%a->ne[1];
+        const int64_t i2 = r/a->ne[1]%a->ne[2];
+        const int64_t i3 = r/a->ne[1]/a->ne[2];
+
+        T * row = (T *) ((char *) a->data + i1*a->nb[1] + i2*a->nb[2] + i3*a->nb[3]);
+        for (int64_t i = 0; i < n_move; ++i) {
+            row[to[i]] = row[from[i]];
+        }
+    }
+}
+
+// raw rows, moves in turn over threads
+static void kv_move_dim_1(const ggml_compute_params * params, const ggml_tensor * a, const int32_t * from, const int32_t * to, int64_t n_move) {
+    const size_t size = ggml_row_size(a->type, a->ne[0]);
+
+    for (int64_t i3 = 0; i3 < a->ne[3]; ++i3) {
+        for (int64_t i2 = 0; i2 < a->ne[2]; ++i2) {
+            char * data = (char *) a->data + i2*a->nb[2] + i3*a->nb[3];
+            for (int64_t i = params->ith; i < n_move; i += params->nth) {
+                memcpy(data + to[i]*a->nb[1], data + from[i]*a->nb[1], size);
+            }
+        }
+    }
+}
+
+void ggml_compute_forward_kv_move(const ggml_compute_params * params, ggml_tensor * dst) {
+    const ggml_tensor * a   = dst->src[0];
+    const ggml_tensor * idx = dst->src[1];
+
+    const int32_t * from   = (const int32_t *) idx->data;
+    const int32_t * to     = (const int32_t *) ((const char *) idx->data + idx->nb[1]);
+    const int64_t   n_move = idx->ne[0];
+
+    if (ggml_get_op_params_i32(dst, 0) == 1) {
+        kv_move_dim_1(params, a, from, to, n_move);
+        return;
+    }
+
+    switch (ggml_type_size(a->type)) {
+        case 1: kv_move_dim_0<uint8_t> (params, a, from, to, n_move); break;
+        case 2: kv_move_dim_0<uint16_t>(params, a, from, to, n_move); break;
+        case 4: kv_move_dim_0<uint32_t>(params, a, from, to, n_move); break;
+        case 8: kv_move_dim_0<uint64_t>(params, a, from, to, n_move); break;
+        default: GGML_ABORT("fatal error");
+    }
+}

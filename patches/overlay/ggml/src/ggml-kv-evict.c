@@ -1,0 +1,123 @@
+#include "ggml-kv-evict.h"
+
+#include "ggml-impl.h"
+
+// ggml_kv_mass
+
+struct ggml_tensor * ggml_kv_mass(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * rows,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * coef,
+        struct ggml_tensor  * row_idx,
+        int                   il,
+        float                 scale,
+        float                 max_bias,
+        float                 logit_softcap,
+        bool                  assign) {
+    const int64_t n_head   = q->ne[1];
+    const int64_t n_tokens = q->ne[2];
+    const int64_t n_kv     = k->ne[2];
+    const int64_t n_stream = k->ne[3];
+
+    GGML_ASSERT(rows->type == GGML_TYPE_F32);
+    GGML_ASSERT(rows->ne[0] >= n_kv);
+    GGML_ASSERT(rows->ne[2] == 1 && rows->ne[3] == 1);
+    GGML_ASSERT(ggml_is_contiguous_rows(rows));
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32);
+    GGML_ASSERT(q->ne[3] == 1);
+    GGML_ASSERT(ggml_is_contiguous_rows(q));
+
+    GGML_ASSERT(k->type == GGML_TYPE_F32 || k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16 || ggml_is_quantized(k->type));
+    GGML_ASSERT(k->ne[0] == q->ne[0]);
+    GGML_ASSERT(n_head % k->ne[1] == 0);
+    GGML_ASSERT(ggml_is_contiguous_rows(k));
+
+    GGML_ASSERT(mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32);
+    GGML_ASSERT(mask->ne[0] == n_kv);
+    GGML_ASSERT(mask->ne[1]*n_stream == n_tokens);
+    GGML_ASSERT(mask->ne[2] == 1);
+    GGML_ASSERT(mask->ne[3] == n_stream);
+    GGML_ASSERT(ggml_is_contiguous_rows(mask));
+
+    if (sinks) {
+        GGML_ASSERT(sinks->type == GGML_TYPE_F32);
+        GGML_ASSERT(sinks->ne[0] == n_head);
+        GGML_ASSERT(ggml_is_vector(sinks) && ggml_is_contiguous(sinks));
+    }
+
+    GGML_ASSERT(coef->type == GGML_TYPE_F32);
+    GGML_ASSERT(il >= 0 && il < coef->ne[0]);
+    GGML_ASSERT(ggml_is_vector(coef) && ggml_is_contiguous(coef));
+
+    GGML_ASSERT(row_idx->type == GGML_TYPE_I32);
+    GGML_ASSERT(row_idx->ne[0] == n_tokens);
+    GGML_ASSERT(ggml_is_vector(row_idx) && ggml_is_contiguous(row_idx));
+
+    struct ggml_tensor * result = ggml_view_tensor(ctx, rows);
+
+    ggml_set_op_params_i32(result, GGML_KV_MASS_IL,       il);
+    ggml_set_op_params_i32(result, GGML_KV_MASS_ASSIGN,   assign);
+    ggml_set_op_params_f32(result, GGML_KV_MASS_SCALE,    scale);
+    ggml_set_op_params_f32(result, GGML_KV_MASS_MAX_BIAS, max_bias);
+    ggml_set_op_params_f32(result, GGML_KV_MASS_SOFTCAP,  logit_softcap);
+
+    const int64_t t_never = -1;
+    memcpy(result->op_params + GGML_KV_MASS_TIME, &t_never, sizeof(t_never));
+
+    // sinks last: some loops over sources stop at the first NULL
+    result->op     = GGML_OP_KV_MASS;
+    result->src[0] = rows;
+    result->src[1] = q;
+    result->src[2] = k;
+    result->src[3] = mask;
+    result->src[4] = coef;
+    result->src[5] = row_idx;
+    result->src[6] = sinks;
+
+    return result;
+}
+
+int64_t ggml_kv_mass_take_time_us(struct ggml_tensor * a) {
+    GGML_ASSERT(a->op == GGML_OP_KV_MASS);
+
+    int64_t t_us;
+    memcpy(&t_us, a->op_params + GGML_KV_MASS_TIME, sizeof(t_us));
+
+    if (t_us > 0) {
+        memset(a->op_params + GGML_KV_MASS_TIME, 0, sizeof(t_us));
+    }
+
+    return t_us;
+}
+
+// ggml_kv_move
+
+struct ggml_tensor * ggml_kv_move(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * a,
+        struct ggml_tensor  * idx,
+        int                   dim) {
+    GGML_ASSERT(ggml_is_contiguous_rows(a));
+
+    GGML_ASSERT(idx->type == GGML_TYPE_I32);
+    GGML_ASSERT(idx->ne[1] == 2);
+    GGML_ASSERT(idx->ne[2] == 1 && idx->ne[3] == 1);
+    GGML_ASSERT(ggml_is_contiguous_rows(idx));
+
+    GGML_ASSERT(dim == 1 || (dim == 0 && ggml_blck_size(a->type) == 1));
+
+    struct ggml_tensor * result = ggml_view_tensor(ctx, a);
+
+    ggml_set_op_params_i32(result, 0, dim);
+
+    result->op     = GGML_OP_KV_MOVE;
+    result->src[0] = a;
+    result->src[1] = idx;
+
+    return result;
+}

@@ -1,0 +1,343 @@
+// the C interface of the eviction engine, and what it refuses
+
+#include "llama-kv-evict.h"
+
+#include "llama-arch.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-model.h"
+
+#include "ggml-kv-evict.h"
+
+#include <cmath>
+#include <cstdio>
+#include <typeinfo>
+
+//
+// parameters
+//
+
+static std::string check_params(const llama_kv_evict_params & p) {
+    if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_RANDOM) {
+        return format("scorer = %d is not known", (int) p.scorer);
+    }
+    if (p.aggregation < LLAMA_KV_AGGREGATION_EMA || p.aggregation > LLAMA_KV_AGGREGATION_MAX) {
+        return format("aggregation = %d is not known", (int) p.aggregation);
+    }
+    // written so that NaN fails
+    if (!(p.beta >= 0.0f && p.beta < 1.0f)) {
+        return format("beta = %g, it has to be in [0, 1)", p.beta);
+    }
+    if (!(p.lambda >= 0.0f && p.lambda <= 1.0f)) {
+        return format("lambda = %g, it has to be in (0, 1], or 0 for the default", p.lambda);
+    }
+    if (!(p.budget_share >= 0.0f && p.budget_share < 1.0f)) {
+        return format("budget_share = %g, it has to be in (0, 1), or 0 to use n_budget", p.budget_share);
+    }
+    if (p.n_pool % 2 == 0 || p.n_pool > 255) {
+        return format("n_pool = %u, it has to be odd and at most 255", p.n_pool);
+    }
+    if (p.n_refresh == 0) {
+        return "n_refresh = 0, it has to be at least 1";
+    }
+    if (p.n_window > 512) {
+        return format("n_window = %u, it has to be at most 512", p.n_window);
+    }
+
+    const uint64_t n_min = (uint64_t) p.n_sink + p.n_recent + p.n_refresh;
+    if (p.scorer != LLAMA_KV_SCORER_NONE && p.budget_share == 0.0f && p.n_budget < n_min) {
+        return format("n_budget = %u, it has to be at least n_sink + n_recent + n_refresh = %llu", p.n_budget, (unsigned long long) n_min);
+    }
+
+    return "";
+}
+
+//
+// contexts
+//
+
+// the cache that an engine of this memory hangs on: a class that is derived from or mirrors one of these is not served
+static llama_kv_cache * find_cache(llama_memory_i * memory) {
+    if (!memory) {
+        return nullptr;
+    }
+    if (typeid(*memory) == typeid(llama_kv_cache)) {
+        return static_cast<llama_kv_cache *>(memory);
+    }
+    if (typeid(*memory) == typeid(llama_kv_cache_iswa)) {
+        return static_cast<llama_kv_cache_iswa *>(memory)->get_base();
+    }
+    if (typeid(*memory) == typeid(llama_memory_hybrid)) {
+        return static_cast<llama_memory_hybrid *>(memory)->get_mem_attn();
+    }
+    if (typeid(*memory) == typeid(llama_memory_hybrid_iswa)) {
+        return static_cast<llama_memory_hybrid_iswa *>(memory)->get_mem_attn()->get_base();
+    }
+
+    return nullptr;
+}
+
+static size_t kv_size(llama_memory_i * memory) {
+    if (typeid(*memory) == typeid(llama_memory_hybrid)) {
+        memory = static_cast<llama_memory_hybrid *>(memory)->get_mem_attn();
+    } else if (typeid(*memory) == typeid(llama_memory_hybrid_iswa)) {
+        memory = static_cast<llama_memory_hybrid_iswa *>(memory)->get_mem_attn();
+    }
+
+    size_t res = 0;
+    for (const auto & [buft, size] : memory->memory_breakdown()) {
+        res += size;
+    }
+
+    return res;
+}
+
+llama_kv_evict * llama_kv_evict::get(llama_context & ctx) {
+    auto * kv = find_cache(ctx.get_memory());
+
+    return kv ? kv->evict.get() : nullptr;
+}
+
+// an op that its device lacks would abort the process when the graph is split
+static bool supports_ops(const llama_kv_evict::device_rows & device, ggml_tensor * cache, uint32_t n_head) {
+    auto * dev = ggml_backend_buft_get_device(device.buft);
+    if (!dev) {
+        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+
+    ggml_context_ptr ctx { ggml_init({ /*.mem_size =*/ 16*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
+
+    auto * q    = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, cache->ne[0], n_head, 1);
+    auto * k    = ggml_view_4d      (ctx.get(), cache, cache->ne[0], 1, cache->ne[1], 1, cache->nb[1], cache->nb[1], cache->nb[2], 0);
+    auto * mask = ggml_new_tensor_4d(ctx.get(), GGML_TYPE_F32, cache->ne[1], 1, 1, 1);
+    auto * coef = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1);
+    auto * idx  = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1);
+    auto * move = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 2);
+
+    return
+        ggml_backend_dev_supports_op(dev, ggml_kv_mass(ctx.get(), device.rows, q, k, mask, nullptr, coef, idx, 0, 1.0f, 0.0f, 0.0f, true)) &&
+        ggml_backend_dev_supports_op(dev, ggml_kv_move(ctx.get(), cache, move, 1));
+}
+
+// why the engine cannot serve this context, empty if it can
+std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
+    const auto & model   = ctx.get_model();
+    const auto & cparams = ctx.get_cparams();
+    const auto & hparams = model.hparams;
+
+    const char * arch = llm_arch_name(model.arch);
+
+    if (!ctx.get_memory()) {
+        return format("architecture '%s' has no KV cache here: nothing to evict", arch);
+    }
+    if (!kv) {
+        return format("architecture '%s' uses a cache that cannot be evicted from (recurrent, MLA, or several caches that mirror each other)", arch);
+    }
+    if (llama_model_has_encoder(&model)) {
+        return format("architecture '%s' has an encoder, which is not supported", arch);
+    }
+    if (hparams.is_mla()) {
+        return format("architecture '%s' uses multi-head latent attention (MLA), which is not supported", arch);
+    }
+    if (hparams.ple_n_heads > 0) {
+        return format("architecture '%s' looks up its neighbour tokens in the cache, which holes would break", arch);
+    }
+    if (kv->other) {
+        return format("the cache of architecture '%s' shares its cells with another context", arch);
+    }
+    if (cparams.ctx_type != LLAMA_CONTEXT_TYPE_DEFAULT) {
+        return "only the default context type is supported, this one is for multi-token prediction";
+    }
+    if (cparams.kv_unified && cparams.n_seq_max > 1) {
+        return format("a unified cache for n_seq_max = %u sequences is not supported (embeddings ask for one): use kv_unified = false", cparams.n_seq_max);
+    }
+    if (model.arch == LLM_ARCH_GROK && !cparams.flash_attn) {
+        return format("architecture '%s' needs flash attention to be scored", arch);
+    }
+    if (model.split_mode() == LLAMA_SPLIT_MODE_TENSOR || model.split_mode() == LLAMA_SPLIT_MODE_ROW) {
+        return "split_mode row and tensor are not supported: use layer or none";
+    }
+
+    for (const auto & layer : kv->layers) {
+        auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layer.k->buffer));
+        auto * reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+        if (reg && std::string(ggml_backend_reg_name(reg)) == "RPC") {
+            return format("layer %u is on an RPC device, which is not supported", layer.il);
+        }
+    }
+
+    return "";
+}
+
+std::string llama_kv_evict::attach(llama_context & ctx, const llama_kv_evict_params & params) {
+    if (auto msg = check_params(params); !msg.empty()) {
+        return msg;
+    }
+
+    auto * kv = find_cache(ctx.get_memory());
+    if (auto msg = refuse(ctx, kv); !msg.empty()) {
+        return msg;
+    }
+
+    const char * arch = llm_arch_name(ctx.get_model().arch);
+
+    const auto evict = std::make_shared<llama_kv_evict>(*kv, params);
+
+    for (const auto & layer : kv->layers) {
+        for (const auto & device : evict->devices) {
+            if (device.buft == ggml_backend_buffer_get_type(layer.k->buffer) &&
+                    !supports_ops(device, layer.k, kv->hparams.n_head(layer.il))) {
+                return format("the device of layer %u (%s) cannot score or move cells", layer.il, ggml_backend_buft_name(device.buft));
+            }
+        }
+    }
+
+    // build the graphs again, now with the hook
+    const auto before = kv->evict;
+    const auto reserve = [&](std::shared_ptr<llama_kv_evict> engine) {
+        kv->evict = std::move(engine);
+        ctx.sched_need_reserve = true;
+        ctx.sched_reserve();
+    };
+
+    std::string msg;
+    try {
+        reserve(evict);
+    } catch (const std::exception & err) {
+        msg = err.what();
+    }
+
+    for (const auto & layer : kv->layers) {
+        if (msg.empty() && evict->scores_attention() && layer.il < kv->hparams.n_layer() && !evict->hooked[layer.il]) {
+            msg = format("layer %u of architecture '%s' computes its attention in a way that cannot be scored", layer.il, arch);
+        }
+    }
+
+    if (!msg.empty()) {
+        reserve(before);
+        return msg;
+    }
+
+    evict->set_coef();
+
+    return "";
+}
+
+//
+// C interface
+//
+
+uint32_t llama_kv_evict_abi_version(void) { return LLAMA_KV_EVICT_ABI_VERSION; }
+size_t   llama_kv_evict_params_size(void) { return sizeof(llama_kv_evict_params); }
+size_t   llama_kv_evict_cell_size  (void) { return sizeof(llama_kv_evict_cell); }
+size_t   llama_kv_evict_stats_size (void) { return sizeof(llama_kv_evict_stats); }
+
+llama_kv_evict_params llama_kv_evict_default_params(void) {
+    return {
+        /*.scorer       =*/ LLAMA_KV_SCORER_ATTENTION,
+        /*.aggregation  =*/ LLAMA_KV_AGGREGATION_EMA,
+        /*.beta         =*/ 0.95f,
+        /*.lambda       =*/ 0.0f,
+        /*.n_budget     =*/ 1024,
+        /*.budget_share =*/ 0.0f,
+        /*.n_sink       =*/ 4,
+        /*.n_recent     =*/ 32,
+        /*.n_window     =*/ 16,
+        /*.n_pool       =*/ 7,
+        /*.n_refresh    =*/ 1,
+        /*.seed         =*/ 0,
+        /*.frozen       =*/ false,
+        /*.compact      =*/ true,
+    };
+}
+
+// the engine of a context and a sequence that exists, or NULL
+static llama_kv_evict * get_engine(llama_context * ctx, llama_seq_id seq_id = 0) {
+    if (!ctx || seq_id < 0 || (uint32_t) seq_id >= ctx->n_seq_max()) {
+        return nullptr;
+    }
+
+    return llama_kv_evict::get(*ctx);
+}
+
+// runs f; an exception becomes a log line and the value res
+template <typename T, typename F>
+static T guarded(const char * func, T res, F f) {
+    try {
+        return f();
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", func, err.what());
+    }
+
+    return res;
+}
+
+bool llama_kv_evict_attach(llama_context * ctx, llama_kv_evict_params params, char * err, size_t n_err) {
+    std::string msg;
+    try {
+        msg = ctx ? llama_kv_evict::attach(*ctx, params) : "there is no context";
+    } catch (const std::exception & e) {
+        msg = e.what();
+    }
+
+    if (err && n_err > 0) {
+        snprintf(err, n_err, "%s", msg.c_str());
+    }
+
+    return msg.empty();
+}
+
+bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {
+    auto * evict = get_engine(ctx);
+
+    return evict && guarded(__func__, false, [&] { return evict->protect(p0, p1); });
+}
+
+bool llama_kv_evict_prompt(llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens) {
+    auto * evict = get_engine(ctx, seq_id);
+
+    return evict && evict->prompt(seq_id, n_tokens);
+}
+
+int32_t llama_kv_evict_cells(llama_context * ctx, llama_seq_id seq_id, llama_kv_evict_cell * cells, int32_t n_max) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict) {
+        return -1;
+    }
+
+    return guarded(__func__, -1, [&] {
+        const auto res = evict->cells(*ctx, seq_id);
+        for (int32_t i = 0; cells && i < std::min<int32_t>(n_max, res.size()); ++i) {
+            cells[i] = res[i];
+        }
+        return (int32_t) res.size();
+    });
+}
+
+int32_t llama_kv_evict_keep(llama_context * ctx, llama_seq_id seq_id, const llama_pos * pos, int32_t n_pos) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict) {
+        return -1;
+    }
+
+    return guarded(__func__, -1, [&] {
+        return evict->keep(*ctx, seq_id, pos && n_pos > 0 ? std::vector<llama_pos>(pos, pos + n_pos) : std::vector<llama_pos>());
+    });
+}
+
+bool llama_kv_evict_get_stats(llama_context * ctx, llama_kv_evict_stats * stats) {
+    auto * evict = get_engine(ctx);
+    if (!evict || !stats) {
+        return false;
+    }
+
+    return guarded(__func__, false, [&] {
+        *stats = evict->get_stats(*ctx);
+        stats->kv_bytes = kv_size(ctx->get_memory());
+        return true;
+    });
+}

@@ -1,0 +1,226 @@
+#include "llama-kv-evict-graph.h"
+
+#include "llama-context.h"
+#include "llama-cparams.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-kv-evict.h"
+
+#include "ggml-kv-evict.h"
+
+#include <algorithm>
+
+//
+// llm_graph_input_kv_evict
+//
+
+class llm_graph_input_kv_evict : public llm_graph_input_i {
+public:
+    llm_graph_input_kv_evict(std::shared_ptr<llama_kv_evict> evict) : evict(std::move(evict)) {}
+
+    ~llm_graph_input_kv_evict() override {
+        take_times();
+    }
+
+    void set_input(const llama_ubatch * ubatch) override {
+        take_times();
+
+        if (!coef->buffer || !row_idx->buffer) {
+            return; // no layer of this graph is scored
+        }
+
+        std::vector<int32_t> idx(ubatch->n_tokens);
+        for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
+            idx[i] = evict->row(ubatch->seq_id[i][0], ubatch->pos[i]);
+        }
+
+        ggml_backend_tensor_set(coef,    evict->coef.data(), 0, ggml_nbytes(coef));
+        ggml_backend_tensor_set(row_idx, idx.data(),         0, ggml_nbytes(row_idx));
+    }
+
+    bool can_reuse(const llm_graph_params & params) override {
+        return row_idx->ne[0] == params.ubatch.n_tokens;
+    }
+
+    ggml_tensor * coef    = nullptr; // F32 [n_layer]
+    ggml_tensor * row_idx = nullptr; // I32 [n_tokens]
+
+    // the last node of each device, the next one continues it
+    std::vector<ggml_tensor *> last;
+
+    std::vector<ggml_tensor *> nodes;
+
+    const std::shared_ptr<llama_kv_evict> evict;
+
+private:
+    void take_times() {
+        for (auto * node : nodes) {
+            const int64_t t_us = ggml_kv_mass_take_time_us(node);
+            if (t_us < 0) {
+                evict->op_timed = false;
+            } else {
+                evict->t_op_us += t_us;
+            }
+        }
+    }
+};
+
+static llm_graph_input_kv_evict * get_input(const llm_graph_context & graph, const std::shared_ptr<llama_kv_evict> & evict) {
+    for (const auto & input : graph.res->inputs) {
+        if (auto * res = dynamic_cast<llm_graph_input_kv_evict *>(input.get())) {
+            return res;
+        }
+    }
+
+    auto inp = std::make_unique<llm_graph_input_kv_evict>(evict);
+
+    inp->coef    = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_F32, evict->coef.size());
+    inp->row_idx = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_I32, graph.n_tokens);
+    ggml_set_input(inp->coef);
+    ggml_set_input(inp->row_idx);
+    ggml_set_name (inp->coef,    "kv_mass_coef");
+    ggml_set_name (inp->row_idx, "kv_mass_row_idx");
+
+    inp->last.resize(evict->devices.size(), nullptr);
+
+    return static_cast<llm_graph_input_kv_evict *>(graph.res->add_input(std::move(inp)));
+}
+
+void build_kv_mass(
+        const llm_graph_context      & graph,
+        const llama_kv_cache_context * mctx,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+        float         kq_scale,
+        int           il) {
+    const auto & evict = mctx->get_evict();
+
+    if (!evict || !evict->scores_attention() || graph.cparams.training) {
+        return;
+    }
+
+    evict->hooked[il] = true;
+
+    // rows live on the device that holds this layer's K
+    const auto buft = ggml_backend_buffer_get_type(k->view_src->buffer);
+
+    const auto dev = std::find_if(evict->devices.begin(), evict->devices.end(),
+            [buft](const llama_kv_evict::device_rows & d) { return d.buft == buft; });
+    GGML_ASSERT(dev != evict->devices.end());
+
+    auto * inp = get_input(graph, evict);
+
+    ggml_tensor *& last = inp->last[dev - evict->devices.begin()];
+
+    const auto & hparams = graph.hparams;
+
+    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : dev->rows, q, k, kq_mask, sinks, inp->coef, inp->row_idx, il,
+            kq_scale, hparams.f_max_alibi_bias, hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f, last == nullptr);
+    graph.cb(cur, "kv_mass", il);
+
+    ggml_build_forward_expand(graph.gf, cur);
+
+    last = cur;
+    inp->nodes.push_back(cur);
+}
+
+//
+// llama_kv_evict: the parts that need graphs
+//
+
+void llama_kv_evict::alloc_rows() {
+    for (const auto & layer : kv.layers) {
+        const auto buft = ggml_backend_buffer_get_type(layer.k->buffer);
+
+        const bool found = std::any_of(devices.begin(), devices.end(), [buft](const device_rows & d) { return d.buft == buft; });
+        if (found) {
+            continue;
+        }
+
+        ggml_context_ptr ctx { ggml_init({ /*.mem_size =*/ ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
+
+        ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, kv.get_size(), n_rows*kv.n_stream);
+        ggml_set_name(rows, "kv_mass_rows");
+
+        ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
+        if (!buf) {
+            throw std::bad_alloc();
+        }
+        ggml_backend_buffer_clear(buf.get(), 0);
+
+        devices.push_back({ buft, std::move(ctx), std::move(buf), rows });
+    }
+}
+
+bool llama_kv_evict::update(llama_context & lctx) {
+    bool updated = false;
+
+    for (uint32_t s = 0; s < seqs.size(); ++s) {
+        auto & seq = seqs[s];
+
+        // a K-shift has just been applied: these are the positions now
+        const auto & cells = kv.v_cells[s];
+        for (uint32_t i = 0; i < seq.cells.size(); ++i) {
+            if (!cells.is_empty(i)) {
+                seq.cells[i].pos = cells.pos_get(i);
+            }
+        }
+
+        if (seq.from.empty()) {
+            continue;
+        }
+
+        const int64_t t_start_us = ggml_time_us();
+
+        auto * sched = lctx.get_sched();
+        ggml_backend_sched_reset(sched);
+
+        auto * res = lctx.get_gf_res_reserve();
+        res->reset();
+
+        auto * ctx = res->get_ctx();
+        auto * gf  = res->get_gf();
+
+        ggml_tensor * idx = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, seq.from.size(), 2);
+        ggml_set_input(idx);
+
+        for (const auto & layer : kv.layers) {
+            ggml_tensor * v = layer.v_stream[s];
+            if (kv.v_trans) {
+                // one row per channel, padded when layers differ in size [TAG_V_CACHE_VARIABLE]
+                v = ggml_view_2d(ctx, layer.v, kv.get_size(), layer.v->ne[0], kv.get_size()*layer.v->nb[0], s*layer.v->nb[2]);
+            }
+
+            ggml_build_forward_expand(gf, ggml_kv_move(ctx, layer.k_stream[s], idx, 1));
+            ggml_build_forward_expand(gf, ggml_kv_move(ctx, v,                 idx, kv.v_trans ? 0 : 1));
+        }
+
+        bool ok = ggml_backend_sched_alloc_graph(sched, gf);
+        if (ok) {
+            const size_t size = ggml_nbytes(idx)/2;
+            ggml_backend_tensor_set(idx, seq.from.data(), 0,    size);
+            ggml_backend_tensor_set(idx, seq.to.data(),   size, size);
+
+            ok = lctx.graph_compute(gf, false) == GGML_STATUS_SUCCESS;
+        }
+
+        updated = true;
+
+        if (ok) {
+            moved(s);
+        } else {
+            LLAMA_LOG_ERROR("%s: failed to move %zu cells of stream %u, they stay where they are\n", __func__, seq.from.size(), s);
+        }
+
+        seq.from.clear();
+        seq.to.clear();
+
+        ggml_backend_sched_synchronize(sched);
+        stats.t_move_ms += 1e-3*(ggml_time_us() - t_start_us);
+    }
+
+    return updated;
+}

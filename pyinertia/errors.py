@@ -1,0 +1,17 @@
+"""What can go wrong, as exceptions. Every message says what was given, what is allowed and what to do."""
+
+
+class PyInertiaError(Exception):
+    """Base of all errors that pyinertia raises by itself."""
+
+
+class NativeLibraryError(PyInertiaError, ImportError):
+    """The llama.cpp library is missing, is not ours, or does not fit this package."""
+
+
+class PolicyError(PyInertiaError, ValueError):
+    """An eviction policy is unknown, out of range, or cannot run on this model."""
+
+
+class ModelError(PyInertiaError, ValueError):
+    """A model file cannot be read."""

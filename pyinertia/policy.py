@@ -1,0 +1,245 @@
+"""Eviction policies: which KV cells stay when a sequence outgrows its budget."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+from pyinertia.errors import PolicyError
+
+# name -> value of enum llama_kv_scorer / llama_kv_aggregation; another one is one line here
+SCORERS: Mapping[str, int] = MappingProxyType(
+    {"none": 0, "attention": 1, "recency": 2, "random": 3}
+)
+AGGREGATIONS: Mapping[str, int] = MappingProxyType(
+    {"ema": 0, "coupled": 1, "sum": 2, "last": 3, "max": 4}
+)
+
+MAX_COUNT = 2**31 - 1
+
+_COUNTS = {  # field -> least value
+    "n_sink": 0,
+    "n_recent": 0,
+    "n_window": 0,
+    "n_pool": 1,
+    "n_refresh": 1,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPolicy:
+    """How KV cells are ranked, and how many of them stay.
+
+    With a[l,t,c] the probability that query t puts on cell c in layer l, averaged over query
+    heads, a query's row over all L layers is m[t,c] = sum_l w_l a[l,t,c], with w_l proportional to
+    lambda^(L-1-l). The first ranking is max(m) over the last `n_window` prompt queries and the
+    first decode query, averaged over `n_pool` neighbouring positions. From then on every scored
+    query updates it by `aggregation`. The lowest cells leave, in all layers at once.
+
+    Attributes:
+        scorer: What a cell is ranked by: "attention" (the above), "recency" (the oldest leaves
+            first; StreamingLLM, arXiv 2309.17453), "random" (a control arm), or "none" (nothing
+            ever leaves).
+        aggregation: How successive rows m become the score s.
+            "ema": s <- beta s + (1 - beta) m (InertiaKV, arXiv 2609.03515).
+            "coupled": one EMA update per layer, which is "ema" with beta^L and lambda = beta.
+            "sum": s <- s + m (H2O, arXiv 2306.14048, over the window and the decode queries only).
+            "last": s <- m (TOVA, arXiv 2401.06104). "max": s <- max(s, m).
+        beta: Memory of the EMA, in [0, 1).
+        lambda_: Tilt of the layer weights, in (0, 1]. 1 weighs all layers alike, less favours the
+            late ones. None means 0.042^(1/L), which is 0.9 at 30 layers. Fixed by beta under
+            "coupled".
+        n_budget: Most cells a sequence holds once it was cut, the incoming token's included. A
+            float in (0, 1) is a share of the prompt. A multiple of 256 pays.
+        n_sink: First positions, never evicted.
+        n_recent: Newest positions, never evicted.
+        n_window: Last prompt queries that take part in the first ranking (the observation window
+            of SnapKV, arXiv 2404.14469).
+        n_pool: Neighbouring positions the first ranking is averaged over, odd; 1 is none.
+        n_refresh: Decode steps from one scored query, and cut, to the next. 1 is every step.
+        frozen: Keep the first ranking for good. Generated tokens then outrank the prompt.
+        prefill: "full": the prompt enters whole, the first cut comes after it.
+        protect: Half-open position ranges (p0, p1) that are never evicted.
+        seed: Seed of the "random" scorer, in [0, 2^31).
+    """
+
+    scorer: str = "attention"
+    aggregation: str = "ema"
+    beta: float = 0.95
+    lambda_: float | None = None
+    n_budget: int | float = 1024
+    n_sink: int = 4
+    n_recent: int = 32
+    n_window: int = 16
+    n_pool: int = 7
+    n_refresh: int = 1
+    frozen: bool = False
+    prefill: str = "full"
+    protect: tuple[tuple[int, int], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field, and that the budget has room for what must stay."""
+        _choice("scorer", self.scorer, SCORERS)
+        _choice("aggregation", self.aggregation, AGGREGATIONS)
+        self._set("beta", _real("beta", self.beta, "in [0, 1)", lambda x: 0 <= x < 1))
+        if self.lambda_ is not None:
+            lambda_ = _real("lambda_", self.lambda_, "in (0, 1], or None", lambda x: 0 < x <= 1)
+            self._set("lambda_", lambda_)
+            if self.aggregation == "coupled":
+                raise PolicyError(
+                    f"KVPolicy(lambda_={lambda_}): aggregation='coupled' takes its layer weights "
+                    "from beta; leave lambda_ out, or use aggregation='ema'"
+                )
+        for name, least in _COUNTS.items():
+            self._set(name, _count(name, getattr(self, name), least))
+        if self.n_pool % 2 == 0:
+            raise PolicyError(f"KVPolicy(n_pool={self.n_pool}): n_pool must be odd; 1 is none")
+        if not isinstance(self.frozen, bool):
+            raise PolicyError(f"KVPolicy(frozen={self.frozen!r}): frozen must be True or False")
+        if self.prefill != "full":
+            raise PolicyError(
+                f"KVPolicy(prefill={self.prefill!r}): only prefill='full' is available"
+                + (" yet; use it instead" if self.prefill == "bounded" else "")
+            )
+        self._set("protect", _ranges(self.protect))
+        self._check_budget()
+
+    @property
+    def evicts(self) -> bool:
+        """Whether cells ever leave under this policy."""
+        return self.scorer != "none"
+
+    @property
+    def n_least(self) -> int:
+        """The smallest budget that has room for what must stay and for the incoming tokens."""
+        n_kept, end = self.n_sink, self.n_sink
+        for p0, p1 in sorted(self.protect):
+            n_kept += max(0, p1 - max(p0, end))
+            end = max(end, p1)
+        return n_kept + max(self.n_recent, 1) + self.n_refresh
+
+    def _check_budget(self) -> None:
+        if isinstance(self.n_budget, numbers.Real) and not isinstance(
+            self.n_budget, numbers.Integral
+        ):
+            share = _real(
+                "n_budget", self.n_budget, "a count, or a share in (0, 1)", lambda x: 0 < x < 1
+            )
+            self._set("n_budget", share)
+            return
+        self._set("n_budget", _count("n_budget", self.n_budget, 1))
+        if self.evicts and self.n_budget < self.n_least:
+            raise PolicyError(
+                f"KVPolicy(n_budget={self.n_budget}, n_sink={self.n_sink}, "
+                f"n_recent={self.n_recent}, n_refresh={self.n_refresh}, protect={self.protect}): "
+                f"sinks, recent and protected positions leave no room; the budget must be at least "
+                f"{self.n_least}"
+            )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _choice(name: str, value: object, known: Mapping[str, int]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise PolicyError(f"KVPolicy({name}={value!r}): {name} must be one of {_listed(known)}")
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not least <= value <= MAX_COUNT:
+        raise PolicyError(
+            f"KVPolicy({name}={value!r}): {name} must be a whole number, {least} or more"
+        )
+    return int(value)
+
+
+def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not holds(value):
+        raise PolicyError(f"KVPolicy({name}={value!r}): {name} must be {allowed}")
+    return float(value)
+
+
+def _ranges(protect: Any) -> tuple[tuple[int, int], ...]:
+    try:
+        ranges = tuple((_count("protect", p0, 0), _count("protect", p1, 0)) for p0, p1 in protect)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(
+            f"KVPolicy(protect={protect!r}): protect must be pairs of positions, as in ((0, 64),)"
+        ) from error
+    for p0, p1 in ranges:
+        if p0 >= p1:
+            raise PolicyError(f"KVPolicy(protect={protect!r}): ({p0}, {p1}) is an empty range")
+    return ranges
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
+    {
+        "full": KVPolicy(scorer="none"),
+        "inertiakv": KVPolicy(),
+        "inertiakv-lazy": KVPolicy(n_refresh=8),
+        "score-free": KVPolicy(frozen=True),
+        "coupled": KVPolicy(aggregation="coupled", beta=0.99),
+        "streaming-llm": KVPolicy(scorer="recency"),
+        "h2o": KVPolicy(aggregation="sum", lambda_=1.0),
+        "tova": KVPolicy(aggregation="last", lambda_=1.0, n_window=0, n_pool=1),
+        "random": KVPolicy(scorer="random"),
+    }
+)
+
+# what a table of policies shows; the rest is the same in all of them
+COLUMNS = tuple(f.name for f in fields(KVPolicy) if f.name not in {"prefill", "protect", "seed"})
+
+
+def resolve_policy(
+    kv_policy: str | KVPolicy | None,
+    kv_budget: int | float | None = None,
+    kv_refresh: int | None = None,
+) -> KVPolicy:
+    """Return the policy that a `Llama` gets: a preset or the given one, with overrides.
+
+    Args:
+        kv_policy: A key of `POLICIES`, a policy, or None for "full".
+        kv_budget: Replaces the policy's n_budget.
+        kv_refresh: Replaces the policy's n_refresh.
+
+    Raises:
+        PolicyError: The name is unknown, or a value is out of range.
+        TypeError: kv_policy is something else, or an override is given where nothing is evicted.
+    """
+    if kv_policy is not None and not isinstance(kv_policy, str | KVPolicy):
+        raise TypeError(
+            f"kv_policy={kv_policy!r} is not a policy; pass a name, a KVPolicy, or None"
+        )
+    name = "full" if kv_policy is None else kv_policy
+    policy = name if isinstance(name, KVPolicy) else _preset(name)
+    overrides = {"n_budget": kv_budget, "n_refresh": kv_refresh}
+    changes: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
+    if changes and not policy.evicts:
+        raise TypeError(
+            f"kv_budget={kv_budget!r}, kv_refresh={kv_refresh!r} need a policy that evicts, "
+            f"kv_policy={kv_policy!r} does not; pass kv_policy='inertiakv', or leave them out"
+        )
+    return replace(policy, **changes)
+
+
+def _preset(name: str) -> KVPolicy:
+    if name in POLICIES:
+        return POLICIES[name]
+    nearest = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
+    raise PolicyError(
+        f"kv_policy={name!r} is not known; known policies: {_listed(POLICIES)}. "
+        f"Did you mean {nearest!r}?"
+    )

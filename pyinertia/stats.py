@@ -1,0 +1,39 @@
+"""What the eviction engine did so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVStats:
+    """A snapshot of the engine's counters. Counters start again when the cache is empty.
+
+    Attributes:
+        n_cells: Cells allocated, all streams.
+        n_used: Cells in use.
+        n_tokens: Tokens that entered the cache.
+        n_evicted: Cells that were evicted.
+        n_evictions: Cuts that evicted at least one cell.
+        n_refreshes: Decode queries that were scored.
+        n_moved: Cells that were moved by compaction.
+        n_reused: Graphs that were reused, since the context was created.
+        kv_bytes: Bytes allocated for K and V.
+        t_score_ms: Scoring, in milliseconds: the op on the CPU plus the time rules. NaN where the
+            op cannot be timed.
+        t_evict_ms: Choosing and removing cells, in milliseconds.
+        t_move_ms: Compaction, in milliseconds.
+    """
+
+    n_cells: int
+    n_used: int
+    n_tokens: int
+    n_evicted: int
+    n_evictions: int
+    n_refreshes: int
+    n_moved: int
+    n_reused: int
+    kv_bytes: int
+    t_score_ms: float
+    t_evict_ms: float
+    t_move_ms: float
