@@ -37,4 +37,5 @@ def __getattr__(name: str) -> Any:
         from pyinertia.llama import Llama
 
         return Llama
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

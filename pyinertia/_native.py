@@ -27,7 +27,10 @@ LLAMA_CPP_COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 ABI_VERSION = 1
 CELL = np.dtype([("pos", np.int32), ("score", np.float32)])  # struct llama_kv_evict_cell
 PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"  # where llama_cpp looks for its library, once, at import
-REBUILD = "rebuild it: pip install --no-cache-dir . in a checkout of pyinertia"
+REBUILD = (
+    "rebuild it in a checkout of pyinertia: "
+    "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install --no-cache-dir ."
+)
 
 
 class EvictParams(ctypes.Structure):
@@ -164,17 +167,19 @@ def load() -> ctypes.CDLL:
         import llama_cpp
         import llama_cpp.llama_cpp as binding
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise NativeLibraryError(
+        msg = (
             f"llama_cpp {_installed()} does not load with the libraries in "
             f"{os.environ.get(PATH_VARIABLE, 'its own package')}: {error}. "
             f"pyinertia needs llama_cpp_python=={LLAMA_CPP_PYTHON} and its own llama.cpp; {REBUILD}"
-        ) from error
+        )
+        raise NativeLibraryError(msg) from error
     if llama_cpp.__version__ != LLAMA_CPP_PYTHON:
-        raise NativeLibraryError(
+        msg = (
             f"llama_cpp_python {llama_cpp.__version__} is installed, this pyinertia needs "
             f"{LLAMA_CPP_PYTHON}: CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install --no-cache-dir "
             f"llama_cpp_python=={LLAMA_CPP_PYTHON}"
         )
+        raise NativeLibraryError(msg)
     lib: ctypes.CDLL = binding._lib
     missing = [name for name in _SIGNATURES if not hasattr(lib, name)]
     if missing:
@@ -213,9 +218,8 @@ def _check_abi(lib: ctypes.CDLL) -> None:
     }
     for what, (theirs, ours) in found.items():
         if theirs != ours:
-            raise NativeLibraryError(
-                f"{lib._name} reports {what} {theirs}, this pyinertia needs {ours}; {REBUILD}"
-            )
+            msg = f"{lib._name} reports {what} {theirs}, this pyinertia needs {ours}; {REBUILD}"
+            raise NativeLibraryError(msg)
 
 
 def make_params(policy: KVPolicy, compact: bool) -> EvictParams:

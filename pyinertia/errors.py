@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions. Every message says what was given, what is allowed and what to do."""
+"""What can go wrong. Every message says what was given, what is allowed and what to do."""
 
 
 class PyInertiaError(Exception):

@@ -22,13 +22,13 @@ AGGREGATIONS: Mapping[str, int] = MappingProxyType(
 
 MAX_COUNT = 2**31 - 1
 
-_COUNTS = {  # field -> least value
-    "n_sink": 0,
-    "n_recent": 0,
-    "n_window": 0,
-    "n_pool": 1,
-    "n_refresh": 1,
-    "seed": 0,
+_COUNTS = {  # field -> least and most
+    "n_sink": (0, MAX_COUNT),
+    "n_recent": (0, MAX_COUNT),
+    "n_window": (0, 512),
+    "n_pool": (1, 255),
+    "n_refresh": (1, MAX_COUNT),
+    "seed": (0, MAX_COUNT),
 }
 
 
@@ -60,8 +60,9 @@ class KVPolicy:
         n_sink: First positions, never evicted.
         n_recent: Newest positions, never evicted.
         n_window: Last prompt queries that take part in the first ranking (the observation window
-            of SnapKV, arXiv 2404.14469).
-        n_pool: Neighbouring positions the first ranking is averaged over, odd; 1 is none.
+            of SnapKV, arXiv 2404.14469), at most 512.
+        n_pool: Neighbouring positions the first ranking is averaged over, odd, at most 255. 1 is
+            none.
         n_refresh: Decode steps from one scored query, and cut, to the next. 1 is every step.
         frozen: Keep the first ranking for good. Generated tokens then outrank the prompt.
         prefill: "full": the prompt enters whole, the first cut comes after it.
@@ -93,16 +94,19 @@ class KVPolicy:
             lambda_ = _real("lambda_", self.lambda_, "in (0, 1], or None", lambda x: 0 < x <= 1)
             self._set("lambda_", lambda_)
             if self.aggregation == "coupled":
-                raise PolicyError(
+                msg = (
                     f"KVPolicy(lambda_={lambda_}): aggregation='coupled' takes its layer weights "
                     "from beta; leave lambda_ out, or use aggregation='ema'"
                 )
-        for name, least in _COUNTS.items():
-            self._set(name, _count(name, getattr(self, name), least))
+                raise PolicyError(msg)
+        for name, bounds in _COUNTS.items():
+            self._set(name, _count(name, getattr(self, name), *bounds))
         if self.n_pool % 2 == 0:
-            raise PolicyError(f"KVPolicy(n_pool={self.n_pool}): n_pool must be odd; 1 is none")
+            msg = f"KVPolicy(n_pool={self.n_pool}): n_pool must be odd; 1 is none"
+            raise PolicyError(msg)
         if not isinstance(self.frozen, bool):
-            raise PolicyError(f"KVPolicy(frozen={self.frozen!r}): frozen must be True or False")
+            msg = f"KVPolicy(frozen={self.frozen!r}): frozen must be True or False"
+            raise PolicyError(msg)
         if self.prefill != "full":
             raise PolicyError(
                 f"KVPolicy(prefill={self.prefill!r}): only prefill='full' is available"
@@ -136,12 +140,13 @@ class KVPolicy:
             return
         self._set("n_budget", _count("n_budget", self.n_budget, 1))
         if self.evicts and self.n_budget < self.n_least:
-            raise PolicyError(
+            msg = (
                 f"KVPolicy(n_budget={self.n_budget}, n_sink={self.n_sink}, "
                 f"n_recent={self.n_recent}, n_refresh={self.n_refresh}, protect={self.protect}): "
                 f"sinks, recent and protected positions leave no room; the budget must be at least "
                 f"{self.n_least}"
             )
+            raise PolicyError(msg)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -149,22 +154,23 @@ class KVPolicy:
 
 def _choice(name: str, value: object, known: Mapping[str, int]) -> None:
     if not isinstance(value, str) or value not in known:
-        raise PolicyError(f"KVPolicy({name}={value!r}): {name} must be one of {_listed(known)}")
+        msg = f"KVPolicy({name}={value!r}): {name} must be one of {_listed(known)}"
+        raise PolicyError(msg)
 
 
-def _count(name: str, value: Any, least: int) -> int:
+def _count(name: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not least <= value <= MAX_COUNT:
-        raise PolicyError(
-            f"KVPolicy({name}={value!r}): {name} must be a whole number, {least} or more"
-        )
+    if not whole or not least <= value <= most:
+        msg = f"KVPolicy({name}={value!r}): {name} must be a whole number in [{least}, {most}]"
+        raise PolicyError(msg)
     return int(value)
 
 
 def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not real or not math.isfinite(value) or not holds(value):
-        raise PolicyError(f"KVPolicy({name}={value!r}): {name} must be {allowed}")
+        msg = f"KVPolicy({name}={value!r}): {name} must be {allowed}"
+        raise PolicyError(msg)
     return float(value)
 
 
@@ -172,12 +178,12 @@ def _ranges(protect: Any) -> tuple[tuple[int, int], ...]:
     try:
         ranges = tuple((_count("protect", p0, 0), _count("protect", p1, 0)) for p0, p1 in protect)
     except (TypeError, ValueError) as error:
-        raise PolicyError(
-            f"KVPolicy(protect={protect!r}): protect must be pairs of positions, as in ((0, 64),)"
-        ) from error
+        msg = f"KVPolicy(protect={protect!r}): protect must be pairs of positions, as in ((0, 64),)"
+        raise PolicyError(msg) from error
     for p0, p1 in ranges:
         if p0 >= p1:
-            raise PolicyError(f"KVPolicy(protect={protect!r}): ({p0}, {p1}) is an empty range")
+            msg = f"KVPolicy(protect={protect!r}): ({p0}, {p1}) is an empty range"
+            raise PolicyError(msg)
     return ranges
 
 
@@ -220,18 +226,18 @@ def resolve_policy(
         TypeError: kv_policy is something else, or an override is given where nothing is evicted.
     """
     if kv_policy is not None and not isinstance(kv_policy, str | KVPolicy):
-        raise TypeError(
-            f"kv_policy={kv_policy!r} is not a policy; pass a name, a KVPolicy, or None"
-        )
+        msg = f"kv_policy={kv_policy!r} is not a policy; pass a name, a KVPolicy, or None"
+        raise TypeError(msg)
     name = "full" if kv_policy is None else kv_policy
     policy = name if isinstance(name, KVPolicy) else _preset(name)
     overrides = {"n_budget": kv_budget, "n_refresh": kv_refresh}
     changes: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
     if changes and not policy.evicts:
-        raise TypeError(
+        msg = (
             f"kv_budget={kv_budget!r}, kv_refresh={kv_refresh!r} need a policy that evicts, "
             f"kv_policy={kv_policy!r} does not; pass kv_policy='inertiakv', or leave them out"
         )
+        raise TypeError(msg)
     return replace(policy, **changes)
 
 
@@ -239,7 +245,8 @@ def _preset(name: str) -> KVPolicy:
     if name in POLICIES:
         return POLICIES[name]
     nearest = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
-    raise PolicyError(
+    msg = (
         f"kv_policy={name!r} is not known; known policies: {_listed(POLICIES)}. "
         f"Did you mean {nearest!r}?"
     )
+    raise PolicyError(msg)

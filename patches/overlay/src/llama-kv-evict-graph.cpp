@@ -19,10 +19,6 @@ class llm_graph_input_kv_evict : public llm_graph_input_i {
 public:
     llm_graph_input_kv_evict(std::shared_ptr<llama_kv_evict> evict) : evict(std::move(evict)) {}
 
-    ~llm_graph_input_kv_evict() override {
-        take_times();
-    }
-
     void set_input(const llama_ubatch * ubatch) override {
         take_times();
 
@@ -53,15 +49,10 @@ public:
 
     const std::shared_ptr<llama_kv_evict> evict;
 
-private:
+    // not in the destructor: the nodes are gone before their inputs
     void take_times() {
         for (auto * node : nodes) {
-            const int64_t t_us = ggml_kv_mass_take_time_us(node);
-            if (t_us < 0) {
-                evict->op_timed = false;
-            } else {
-                evict->t_op_us += t_us;
-            }
+            evict->t_op_us += std::max<int64_t>(0, ggml_kv_mass_take_time_us(node));
         }
     }
 };
@@ -131,6 +122,16 @@ void build_kv_mass(
 // llama_kv_evict: the parts that need graphs
 //
 
+void llama_kv_evict::take_op_times(llama_context & lctx) {
+    for (const auto & res : lctx.gf_res_prev) {
+        for (size_t i = 0; res && i < res->inputs.size(); ++i) {
+            if (auto * inp = dynamic_cast<llm_graph_input_kv_evict *>(res->inputs[i].get())) {
+                inp->take_times();
+            }
+        }
+    }
+}
+
 void llama_kv_evict::alloc_rows() {
     for (const auto & layer : kv.layers) {
         const auto buft = ggml_backend_buffer_get_type(layer.k->buffer);
@@ -139,6 +140,9 @@ void llama_kv_evict::alloc_rows() {
         if (found) {
             continue;
         }
+
+        auto * dev = ggml_backend_buft_get_device(buft);
+        op_timed = op_timed && (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU);
 
         ggml_context_ptr ctx { ggml_init({ /*.mem_size =*/ ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
 

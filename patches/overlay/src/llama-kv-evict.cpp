@@ -173,15 +173,13 @@ void llama_kv_evict::settle(llama_context & lctx) {
     if (has_rows) {
         // not lctx.synchronize(): this is not the end of an evaluation
         ggml_backend_sched_synchronize(lctx.get_sched());
+        take_op_times(lctx);
     }
 
     const int64_t t_start_us = ggml_time_us();
 
     for (uint32_t s = 0; s < seqs.size(); ++s) {
-        std::vector<bool> seen(seqs[s].cells.size());
-
-        scan(s, seen);
-        take_rows(s, seen);
+        take_rows(s, scan(s));
 
         seqs[s].queries.clear();
         seqs[s].p0 = seqs[s].p1 = 0;
@@ -191,13 +189,18 @@ void llama_kv_evict::settle(llama_context & lctx) {
 }
 
 // compare every cell with what was last seen
-// seen[i]: cell i was there when the last batch was computed, or came with it
-void llama_kv_evict::scan(uint32_t s, std::vector<bool> & seen) {
+// result[i]: cell i was there when the last batch was computed, or came with it
+std::vector<bool> llama_kv_evict::scan(uint32_t s) {
     auto & seq = seqs[s];
 
     const auto & cells = kv.v_cells[s];
 
-    for (uint32_t i = 0; i < seq.cells.size(); ++i) {
+    const uint32_t n = std::max(seq.n_cells, cells.used_max_p1());
+    seq.n_cells = cells.used_max_p1();
+
+    std::vector<bool> seen(n);
+
+    for (uint32_t i = 0; i < n; ++i) {
         auto & cell = seq.cells[i];
 
         const bool is_empty = cells.is_empty(i);
@@ -235,22 +238,25 @@ void llama_kv_evict::scan(uint32_t s, std::vector<bool> & seen) {
         seen[i] = is_new;
         stats.n_tokens += is_new;
     }
+
+    return seen;
 }
 
 void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
     auto & seq = seqs[s];
 
-    const uint32_t n = kv.v_cells[s].used_max_p1();
+    const uint32_t n = seq.n_cells;
 
     std::vector<float> mass(n);
     std::vector<float> part(n);
 
     for (const auto & query : seq.queries) {
         const auto is_query = [&query](const cell_state & cell) { return cell.pos == query.pos; };
-        const auto it = std::find_if(seq.cells.begin(), seq.cells.end(), is_query);
+        const auto end = seq.cells.begin() + n;
+        const auto it  = std::find_if(seq.cells.begin(), end, is_query);
 
         // the query itself is gone (the batch failed, or was rolled back): so is its row
-        if (it == seq.cells.end() || !seen[it - seq.cells.begin()]) {
+        if (it == end || !seen[it - seq.cells.begin()]) {
             if (seq.phase_cur == PHASE_FIRST) {
                 seq.phase_cur = PHASE_PROMPT;
             }

@@ -87,8 +87,8 @@ struct llama_kv_evict {
     std::vector<bool>  hooked; // [n_layer] layers whose attention passes through the hook
     std::vector<float> coef;   // [n_layer] layer weights w_l, 0 for layers that are not scored
 
-    int64_t t_op_us  = 0;
-    bool    op_timed = true;
+    int64_t t_op_us  = 0;    // in ggml_kv_mass
+    bool    op_timed = true; // only the CPU op keeps its time
 
     //
     // called by the C interface (llama-kv-evict-api.cpp)
@@ -113,6 +113,7 @@ private:
 
     void alloc_rows();
     void set_coef();
+    void take_op_times(llama_context & lctx);
 
     enum phase { PHASE_PROMPT, PHASE_FIRST, PHASE_DECODE };
 
@@ -139,7 +140,8 @@ private:
 
     // one sequence and its stream
     struct seq_state {
-        std::vector<cell_state> cells;
+        std::vector<cell_state> cells;       // [kv_size]
+        uint32_t                n_cells = 0; // those above were never seen or are empty
         std::deque<window_row>  window;
 
         phase    phase_cur  = PHASE_PROMPT;
@@ -160,7 +162,8 @@ private:
 
     void settle(llama_context & lctx);
 
-    void scan     (uint32_t s, std::vector<bool> & seen);
+    std::vector<bool> scan(uint32_t s);
+
     void take_rows(uint32_t s, const std::vector<bool> & seen);
     void rank     (uint32_t s, const std::vector<float> & mass);
     void add_mass (uint32_t s, const std::vector<float> & mass);

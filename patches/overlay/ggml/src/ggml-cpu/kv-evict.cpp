@@ -10,10 +10,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 // cells that are scored together; threads take tiles in turn, which spreads masked regions evenly
-static constexpr int N_TILE = 16;
+// (loops over 32 are vectorised by compilers, loops over 16 are unrolled instead)
+static constexpr int N_TILE = 32;
 
 // queries that are scored between two barriers, and the scratch for their logits that they may take
 static constexpr int64_t N_BLOCK      = 8;
@@ -84,12 +86,14 @@ struct kv_mass {
         return (const float *) ((const char *) q->data + h*q->nb[1] + t*q->nb[2]);
     }
 
-    const char * k_row(int64_t c, int64_t h_kv, int64_t t) const {
-        return (const char *) k->data + h_kv*k->nb[1] + c*k->nb[2] + t/n_stream_tokens*k->nb[3];
+    int64_t stream(int64_t t) const { return t/n_stream_tokens; }
+
+    const char * k_row(int64_t c, int64_t h_kv, int64_t s) const {
+        return (const char *) k->data + h_kv*k->nb[1] + c*k->nb[2] + s*k->nb[3];
     }
 
     void get_mask(float * dst, int64_t c, int64_t n, int64_t t) const {
-        const char * src = (const char *) mask->data + t%n_stream_tokens*mask->nb[1] + t/n_stream_tokens*mask->nb[3];
+        const char * src = (const char *) mask->data + t%n_stream_tokens*mask->nb[1] + stream(t)*mask->nb[3];
         if (mask->type == GGML_TYPE_F16) {
             ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src + c, dst, n);
         } else {
@@ -130,7 +134,7 @@ static void kv_mass_ref(const ggml_compute_params * params, const kv_mass & a, f
                     continue;
                 }
 
-                const char * k = a.k_row(c, h/a.n_gqa, t);
+                const char * k = a.k_row(c, h/a.n_gqa, a.stream(t));
                 if (to_float) {
                     to_float(k, k_f32.data(), a.n_embd);
                 } else {
@@ -171,41 +175,36 @@ static void kv_mass_ref(const ggml_compute_params * params, const kv_mass & a, f
     }
 }
 
-// fast path: a tile of K is read once for all query heads and queries that share it
+// fast path: a tile of K is read and converted once for all query heads and queries that share it
 
 #if defined(GGML_SIMD) && !defined(__ARM_FEATURE_SVE) && !defined(__riscv_v_intrinsic)
 
 // dst[i] = sum of the lanes of x[i]
-static inline void store_sums_4(float * dst, const GGML_F32_VEC * x) {
-#if defined(__AVX__)
-    __m256 y[4];
-    for (int i = 0; i < 4; ++i) {
+static inline void store_sums_4(float * dst, GGML_F32_VEC x0, GGML_F32_VEC x1, GGML_F32_VEC x2, GGML_F32_VEC x3) {
 #if defined(__AVX512F__)
-        y[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]),
-                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[i]), 1)));
-#else
-        y[i] = x[i];
-#endif
-    }
-    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    const auto fold = [](__m512 x) {
+        return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+    };
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(fold(x0), fold(x1)), _mm256_hadd_ps(fold(x2), fold(x3)));
+    _mm_storeu_ps(dst, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+#elif defined(__AVX__)
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(x0, x1), _mm256_hadd_ps(x2, x3));
     _mm_storeu_ps(dst, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-    vst1q_f32(dst, vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])));
+    vst1q_f32(dst, vpaddq_f32(vpaddq_f32(x0, x1), vpaddq_f32(x2, x3)));
 #else
+    const GGML_F32_VEC x[4] = { x0, x1, x2, x3 };
     for (int i = 0; i < 4; ++i) {
-        float y[GGML_F32_EPR];
-        GGML_F32_VEC_STORE(y, x[i]);
-        dst[i] = 0.0f;
-        for (int l = 0; l < GGML_F32_EPR; ++l) {
-            dst[i] += y[l];
-        }
+        float lanes[GGML_F32_EPR];
+        GGML_F32_VEC_STORE(lanes, x[i]);
+        dst[i] = std::accumulate(lanes, lanes + GGML_F32_EPR, 0.0f);
     }
 #endif
 }
 
-// NQ queries times 4 cells: every vector that is loaded serves 4 or NQ products
+// NQ queries times 4 cells: each vector that is loaded serves 4 or NQ products
 template <int NQ>
-static inline void dot_4(int n, float * dst, int64_t ld, const float * const * k, const float * q) {
+static inline void dot_4(int n, float * dst, int64_t ld, const float * k, const float * q) {
     GGML_F32_VEC sum[NQ][4];
     for (int j = 0; j < NQ; ++j) {
         for (int i = 0; i < 4; ++i) {
@@ -221,7 +220,7 @@ static inline void dot_4(int n, float * dst, int64_t ld, const float * const * k
             qv[j] = GGML_F32_VEC_LOAD(q + j*n + d);
         }
         for (int i = 0; i < 4; ++i) {
-            const GGML_F32_VEC kv = GGML_F32_VEC_LOAD(k[i] + d);
+            const GGML_F32_VEC kv = GGML_F32_VEC_LOAD(k + i*n + d);
             for (int j = 0; j < NQ; ++j) {
                 sum[j][i] = GGML_F32_VEC_FMA(sum[j][i], kv, qv[j]);
             }
@@ -229,41 +228,67 @@ static inline void dot_4(int n, float * dst, int64_t ld, const float * const * k
     }
 
     for (int j = 0; j < NQ; ++j) {
-        store_sums_4(dst + j*ld, sum[j]);
-        for (int d = n_vec; d < n; ++d) {
+        store_sums_4(dst + j*ld, sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
+    }
+    for (int d = n_vec; d < n; ++d) {
+        for (int j = 0; j < NQ; ++j) {
             for (int i = 0; i < 4; ++i) {
-                dst[j*ld + i] += k[i][d]*q[j*n + d];
+                dst[j*ld + i] += k[i*n + d]*q[j*n + d];
             }
         }
     }
 }
 
-static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * const * k, const float * q) {
+template <int NQ>
+static void dot_rows(int n, float * dst, int64_t ld, const float * k, const float * q) {
     for (int i = 0; i < N_TILE; i += 4) {
-        for (int j = 0; j < n_q; ) {
-            const int n_left = n_q - j;
-            const int n_step = n_left == 1 ? 1 : n_left == 2 || n_left == 4 ? 2 : 3;
-            switch (n_step) {
-                case 1: dot_4<1>(n, dst + j*ld + i, ld, k + i, q + j*n); break;
-                case 2: dot_4<2>(n, dst + j*ld + i, ld, k + i, q + j*n); break;
-                case 3: dot_4<3>(n, dst + j*ld + i, ld, k + i, q + j*n); break;
-            }
-            j += n_step;
+        dot_4<NQ>(n, dst + i, ld, k + i*n, q);
+    }
+}
+
+static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * k, const float * q) {
+    while (n_q > 0) {
+        const int n_step = n_q == 4 ? 2 : std::min(n_q, 3);
+        switch (n_step) {
+            case 1: dot_rows<1>(n, dst, ld, k, q); break;
+            case 2: dot_rows<2>(n, dst, ld, k, q); break;
+            case 3: dot_rows<3>(n, dst, ld, k, q); break;
         }
+        dst += n_step*ld;
+        q   += n_step*n;
+        n_q -= n_step;
     }
 }
 
 #else
 
-static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * const * k, const float * q) {
-    for (int i = 0; i < N_TILE; ++i) {
-        for (int j = 0; j < n_q; ++j) {
-            ggml_vec_dot_f32(n, dst + j*ld + i, 0, k[i], 0, q + j*n, 0, 1);
+static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * k, const float * q) {
+    for (int j = 0; j < n_q; ++j) {
+        for (int i = 0; i < N_TILE; ++i) {
+            ggml_vec_dot_f32(n, dst + j*ld + i, 0, k + i*n, 0, q + j*n, 0, 1);
         }
     }
 }
 
 #endif
+
+// masked cells are chosen, not added: what their K holds may be anything
+static void finish_logits(float * GGML_RESTRICT x, const float * GGML_RESTRICT mask, float scale, float softcap, float slope) {
+    for (int i = 0; i < N_TILE; ++i) {
+        x[i] *= scale;
+    }
+    if (softcap != 0.0f) {
+        for (int i = 0; i < N_TILE; ++i) {
+            x[i] = softcap*tanhf(x[i]/softcap);
+        }
+    }
+    for (int i = 0; i < N_TILE; ++i) {
+        x[i] += slope*mask[i];
+    }
+    for (int i = 0; i < N_TILE; ++i) {
+        x[i] = mask[i] == -INFINITY ? -INFINITY : x[i];
+    }
+}
 
 namespace {
 
@@ -296,7 +321,6 @@ struct kv_mass_layout {
         k      = take(sizeof(float)*N_TILE*a.n_embd);
         mask   = take(sizeof(float)*N_TILE*n_block);
         slope  = take(sizeof(float)*a.n_head);
-        weight = take(sizeof(float)*n_q);
         logits = take(sizeof(float)*n_q*n_cells);
         stat   = take(sizeof(kv_mass_stat)*n_q*2); // two, used in turn: one barrier per block is enough
         total  = pos;
@@ -307,7 +331,7 @@ struct kv_mass_layout {
     int64_t n_cells;
     size_t  q_size;
 
-    size_t q, q_tmp, k, mask, slope, weight, logits, stat, total;
+    size_t q, q_tmp, k, mask, slope, logits, stat, total;
 };
 
 // the scored queries of a block, all of one stream
@@ -323,14 +347,16 @@ size_t ggml_kv_mass_work_size(const ggml_tensor * dst, int n_tasks) {
 
     // fewer threads than planned need less in total, but for the rounding of n_cells
     const kv_mass_layout l(a, n_tasks);
-    return n_tasks*(l.total + sizeof(float)*l.n_q*N_TILE + SCRATCH_PAD);
+    return SCRATCH_PAD + n_tasks*(l.total + sizeof(float)*l.n_q*N_TILE + SCRATCH_PAD);
 }
 
 // Row r of a block is query b, head h: r = (h_kv*n + b)*n_gqa + h%n_gqa, so that rows that share K are neighbours.
 struct kv_mass_worker {
     kv_mass_worker(const ggml_compute_params * params, const kv_mass & a, float coef) :
         a(a), l(a, params->nth), coef(coef), ith(params->ith), nth(params->nth), params(params) {
-        GGML_ASSERT(l.total*nth <= params->wsize);
+        // vectors must not straddle cache lines
+        data = (char *) GGML_PAD((uintptr_t) params->wdata, SCRATCH_PAD);
+        GGML_ASSERT(data + l.total*nth <= (char *) params->wdata + params->wsize);
 
         k_type  = a.k->type;
         q_type  = ggml_get_type_traits_cpu(k_type)->vec_dot_type;
@@ -351,6 +377,8 @@ struct kv_mass_worker {
 
     const ggml_compute_params * params;
 
+    char * data; // scratch of all threads
+
     ggml_type      k_type;
     ggml_type      q_type;
     ggml_vec_dot_t vec_dot; // quantised K only
@@ -358,7 +386,7 @@ struct kv_mass_worker {
     float * scratch(size_t pos) const { return scratch(pos, ith); }
 
     float * scratch(size_t pos, int thread) const {
-        return (float *) ((char *) params->wdata + l.total*thread + pos);
+        return (float *) (data + l.total*thread + pos);
     }
 
     // rounded as attention rounds it
@@ -387,12 +415,12 @@ struct kv_mass_worker {
     }
 
     // q.k of n_q rows and one tile
-    void dot(float * dst, int64_t h_kv, int n_q, int64_t c, int n, int64_t t) {
+    void dot(float * dst, int64_t h_kv, int n_q, int64_t c, int n, int64_t s) {
         if (vec_dot) {
             const size_t size = ggml_row_size(q_type, a.n_embd);
             const char * q    = (const char *) scratch(l.q) + h_kv*n_q*size;
             for (int i = 0; i < n; ++i) {
-                const char * k = a.k_row(c + i, h_kv, t);
+                const char * k = a.k_row(c + i, h_kv, s);
                 for (int j = 0; j < n_q; ++j) {
                     vec_dot(a.n_embd, dst + j*l.n_cells + i, 0, k, 0, q + j*size, 0, 1);
                 }
@@ -400,38 +428,17 @@ struct kv_mass_worker {
             return;
         }
 
-        const float * k[N_TILE];
-        for (int i = 0; i < N_TILE; ++i) {
-            const char * src = a.k_row(c + std::min(i, n - 1), h_kv, t);
-            if (k_type == GGML_TYPE_F32) {
-                k[i] = (const float *) src;
-                continue;
-            }
-
-            float * tmp = scratch(l.k) + i*a.n_embd;
-            k[i] = tmp;
-            if (k_type == GGML_TYPE_F16) {
-                ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, tmp, a.n_embd);
-            } else {
-                ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, tmp, a.n_embd);
+        // rows above n keep what they hold: their logits are masked
+        float * k = scratch(l.k);
+        for (int i = 0; i < n; ++i) {
+            const char * src = a.k_row(c + i, h_kv, s);
+            switch (k_type) {
+                case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, k + i*a.n_embd, a.n_embd); break;
+                case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, k + i*a.n_embd, a.n_embd); break;
+                default:             memcpy(k + i*a.n_embd, src, a.n_embd*sizeof(float));
             }
         }
         dot_tile(a.n_embd, n_q, dst, l.n_cells, k, scratch(l.q) + h_kv*n_q*a.n_embd);
-    }
-
-    // masked cells are chosen, not added: what their K holds may be anything
-    void finish_logits(float * x, const float * mask, float slope) const {
-        for (int i = 0; i < N_TILE; ++i) {
-            x[i] *= a.scale;
-        }
-        if (a.softcap != 0.0f) {
-            for (int i = 0; i < N_TILE; ++i) {
-                x[i] = a.softcap*tanhf(x[i]/a.softcap);
-            }
-        }
-        for (int i = 0; i < N_TILE; ++i) {
-            x[i] = mask[i] == -INFINITY ? -INFINITY : x[i] + slope*mask[i];
-        }
     }
 
     // returns false if no query of the block sees a cell of the tile
@@ -457,11 +464,12 @@ struct kv_mass_worker {
             for (int64_t h_kv = 0; h_kv < a.n_head_kv; ++h_kv) {
                 float * x = scratch(l.logits) + h_kv*n_q*l.n_cells + pos;
                 if (any) {
-                    dot(x, h_kv, n_q, c, n, block.t[0]);
+                    dot(x, h_kv, n_q, c, n, a.stream(block.t[0]));
                 }
                 for (int j = 0; j < n_q; ++j, x += l.n_cells) {
                     if (any) {
-                        finish_logits(x, scratch(l.mask) + j/a.n_gqa*N_TILE, scratch(l.slope)[h_kv*a.n_gqa + j%a.n_gqa]);
+                        const float slope = scratch(l.slope)[h_kv*a.n_gqa + j%a.n_gqa];
+                        finish_logits(x, scratch(l.mask) + j/a.n_gqa*N_TILE, a.scale, a.softcap, slope);
                     } else {
                         std::fill(x, x + N_TILE, -INFINITY);
                     }
@@ -509,25 +517,30 @@ struct kv_mass_worker {
         return coef/a.n_head*expf(stats(ith, turn)[r].max - max)/sum;
     }
 
-    void add_mass(const kv_mass_block & block) {
-        int64_t pos = 0;
-        for (int64_t c = (int64_t) ith*N_TILE; c < a.n_kv; c += (int64_t) nth*N_TILE, pos += N_TILE) {
-            const int n = std::min<int64_t>(N_TILE, a.n_kv - c);
+    // the weighted sum over heads gathers in the place of the query's first head
+    void add_mass(const kv_mass_block & block, int64_t n_cells, int turn) {
+        for (int b = 0; b < block.n; ++b) {
+            float * mass = nullptr;
+            for (int64_t h = 0; h < a.n_head; ++h) {
+                const int64_t r = (h/a.n_gqa*block.n + b)*a.n_gqa + h%a.n_gqa;
+                const float   w = get_weight(r, turn, h);
 
-            for (int b = 0; b < block.n; ++b) {
-                float mass[N_TILE] = { 0.0f };
-                for (int64_t h = 0; h < a.n_head; ++h) {
-                    const int64_t r = (h/a.n_gqa*block.n + b)*a.n_gqa + h%a.n_gqa;
-                    const float * p = scratch(l.logits) + r*l.n_cells + pos;
-                    const float   w = scratch(l.weight)[r];
-                    for (int i = 0; i < N_TILE; ++i) {
-                        mass[i] += w*p[i];
-                    }
+                float * p = scratch(l.logits) + r*l.n_cells;
+                if (h == 0) {
+                    mass = p;
+                    ggml_vec_scale_f32(n_cells, mass, w);
+                } else {
+                    ggml_vec_mad_f32(n_cells, mass, p, w);
                 }
+            }
 
-                float * row = a.row(block.t[b]) + c;
-                for (int i = 0; i < n; ++i) {
-                    row[i] = a.assign ? mass[i] : row[i] + mass[i];
+            float * row = a.row(block.t[b]);
+            for (int64_t c = (int64_t) ith*N_TILE; c < a.n_kv; c += (int64_t) nth*N_TILE, mass += N_TILE) {
+                const int n = std::min<int64_t>(N_TILE, a.n_kv - c);
+                if (a.assign) {
+                    ggml_vec_cpy_f32(n, row + c, mass);
+                } else {
+                    ggml_vec_acc_f32(n, row + c, mass);
                 }
             }
         }
@@ -546,11 +559,7 @@ struct kv_mass_worker {
 
         ggml_barrier(params->threadpool);
 
-        for (int r = 0; r < n_rows; ++r) {
-            const int64_t h_kv = r/(block.n*a.n_gqa);
-            scratch(l.weight)[r] = get_weight(r, turn, h_kv*a.n_gqa + r%a.n_gqa);
-        }
-        add_mass(block);
+        add_mass(block, n_cells, turn);
     }
 
     void add_all() {
@@ -563,7 +572,7 @@ struct kv_mass_worker {
                 if (!a.is_scored(t)) {
                     continue;
                 }
-                if (block.n > 0 && t/a.n_stream_tokens != block.t[0]/a.n_stream_tokens) {
+                if (block.n > 0 && a.stream(t) != a.stream(block.t[0])) {
                     break;
                 }
                 block.t[block.n++] = t;

@@ -1,0 +1,248 @@
+#pragma once
+
+// Cases of GGML_OP_KV_MASS and GGML_OP_KV_MOVE, included by test-backend-ops.cpp after its own
+
+#include "ggml-kv-evict.h"
+
+// GGML_OP_KV_MASS
+struct test_kv_mass : public test_case {
+    const int64_t   hs;       // head size
+    const int64_t   nh;       // num KV heads
+    const int64_t   gqa;      // query heads per KV head
+    const int64_t   kv;       // kv size
+    const int64_t   nb;       // batch size, per stream
+    const int64_t   ns;       // num streams
+    const int64_t   n_scored; // queries of the batch that are scored
+    const ggml_type type_K;
+    const ggml_type type_mask;
+    const float     max_bias;
+    const float     softcap;
+    const bool      sinks;
+    const bool      assign;
+
+    std::string vars() override {
+        return VARS_TO_STR13(hs, nh, gqa, kv, nb, ns, n_scored, type_K, type_mask, max_bias, softcap, sinks, assign);
+    }
+
+    test_kv_mass(int64_t hs, int64_t nh, int64_t gqa, int64_t kv, int64_t nb, int64_t ns, int64_t n_scored,
+                 ggml_type type_K = GGML_TYPE_F16, ggml_type type_mask = GGML_TYPE_F16,
+                 float max_bias = 0.0f, float softcap = 0.0f, bool sinks = false, bool assign = false)
+        : hs(hs), nh(nh), gqa(gqa), kv(kv), nb(nb), ns(ns), n_scored(n_scored), type_K(type_K), type_mask(type_mask),
+          max_bias(max_bias), softcap(softcap), sinks(sinks), assign(assign) {}
+
+    // A relative error e of q moves a logit by up to 2.7 e (its deviation here, see initialize_tensors), and the
+    // mass as much: e is 2^-12 for f16, 2^-9 for bf16, 2^-8 for q8; four deviations.
+    double max_nmse_err() override {
+        const double e = type_K == GGML_TYPE_F32  ? 1e-6 :
+                         type_K == GGML_TYPE_F16  ? 1.0/4096 :
+                         type_K == GGML_TYPE_BF16 ? 1.0/512 : 1.0/256;
+        return 4*(2.7*e)*(2.7*e);
+    }
+
+    uint64_t op_flops(ggml_tensor * t) override {
+        GGML_UNUSED(t);
+        return 2*hs*nh*gqa*kv*n_scored;
+    }
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        const int64_t n_head   = nh*gqa;
+        const int64_t n_tokens = nb*ns;
+
+        // a row is wider than n_kv, as the cache is
+        ggml_tensor * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, kv + 37, n_scored + 2);
+        ggml_set_name(rows, "rows");
+
+        // strided as after a permutation of fused q
+        ggml_tensor * q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, hs, n_head + 2, n_tokens);
+        ggml_set_name(q, "q");
+        q = ggml_view_3d(ctx, q, hs, n_head, n_tokens, q->nb[1], q->nb[2], q->nb[1]);
+
+        // a view of a larger cache
+        ggml_tensor * k = ggml_new_tensor_4d(ctx, type_K, hs, nh, kv + 16, ns);
+        ggml_set_name(k, "k");
+        k = ggml_view_4d(ctx, k, hs, nh, kv, ns, k->nb[1], k->nb[2], k->nb[3], 0);
+
+        ggml_tensor * m = ggml_new_tensor_4d(ctx, type_mask, kv, nb, 1, ns);
+        ggml_set_name(m, "m");
+
+        ggml_tensor * s = nullptr;
+        if (sinks) {
+            s = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_head);
+            ggml_set_name(s, "s");
+        }
+
+        ggml_tensor * coef = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 3);
+        ggml_set_name(coef, "coef");
+
+        ggml_tensor * idx = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_tokens);
+        ggml_set_name(idx, "idx");
+
+        ggml_tensor * out = ggml_kv_mass(ctx, rows, q, k, m, s, coef, idx, 1, 1.0f/sqrtf(hs), max_bias, softcap, assign);
+        ggml_set_name(out, "out");
+
+        return out;
+    }
+
+    void initialize_tensors(ggml_context * ctx) override {
+        std::mt19937 rng(kv + nb);
+
+        for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
+            if (t->view_src != nullptr) {
+                continue;
+            }
+            if (strcmp(t->name, "rows") == 0) {
+                init_tensor_uniform(t, 0.0f, 1.0f/kv); // no larger than the mass, or errors would drown
+            } else if (strcmp(t->name, "q") == 0) {
+                init_tensor_uniform(t, -8.0f, 8.0f);   // logits deviate by 8/3
+            } else if (strcmp(t->name, "coef") == 0) {
+                init_tensor_uniform(t, 0.5f, 1.0f);
+            } else if (strcmp(t->name, "m") == 0) {
+                init_mask(t, rng);
+            } else if (strcmp(t->name, "idx") == 0) {
+                init_row_idx(t, rng);
+            } else {
+                init_tensor_uniform(t);
+            }
+        }
+    }
+
+    // the last cells and a quarter of the others are masked; of many queries, one sees nothing
+    void init_mask(ggml_tensor * t, std::mt19937 & rng) const {
+        std::uniform_real_distribution<float> dis(-1.0f, 1.0f);
+
+        std::vector<float> data(ggml_nelements(t));
+        for (size_t i = 0; i < data.size(); i++) {
+            const int64_t c = i % kv;
+            const int64_t b = i / kv;
+            const bool masked = c > kv - kv/8 || rng()%4 == 0 || b == 3;
+            data[i] = masked && !(c == 0 && b == 0) ? -INFINITY : dis(rng);
+        }
+
+        if (t->type == GGML_TYPE_F16) {
+            std::vector<ggml_fp16_t> data_f16(data.size());
+            ggml_fp32_to_fp16_row(data.data(), data_f16.data(), data.size());
+            ggml_backend_tensor_set(t, data_f16.data(), 0, ggml_nbytes(t));
+        } else {
+            ggml_backend_tensor_set(t, data.data(), 0, ggml_nbytes(t));
+        }
+    }
+
+    void init_row_idx(ggml_tensor * t, std::mt19937 & rng) const {
+        std::vector<int32_t> data(nb*ns, -1);
+        for (int64_t i = 0; i < n_scored; i++) {
+            data[i] = i + 1;
+        }
+        std::shuffle(data.begin(), data.end(), rng);
+        ggml_backend_tensor_set(t, data.data(), 0, ggml_nbytes(t));
+    }
+};
+
+// GGML_OP_KV_MOVE
+struct test_kv_move : public test_case {
+    const ggml_type              type;
+    const std::array<int64_t, 4> ne;
+    const int                    dim;
+    const int64_t                n_move;
+
+    std::string vars() override {
+        return VARS_TO_STR4(type, ne, dim, n_move);
+    }
+
+    test_kv_move(ggml_type type, std::array<int64_t, 4> ne, int dim, int64_t n_move)
+        : type(type), ne(ne), dim(dim), n_move(n_move) {}
+
+    double max_nmse_err() override {
+        return 0.0;
+    }
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        ggml_tensor * a = ggml_new_tensor(ctx, type, 4, ne.data());
+        ggml_set_name(a, "a");
+
+        ggml_tensor * idx = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_move, 2);
+        ggml_set_name(idx, "idx");
+
+        ggml_tensor * out = ggml_kv_move(ctx, a, idx, dim);
+        ggml_set_name(out, "out");
+
+        return out;
+    }
+
+    void initialize_tensors(ggml_context * ctx) override {
+        for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
+            if (t->view_src != nullptr) {
+                continue;
+            }
+            if (strcmp(t->name, "idx") == 0) {
+                // sources and targets have no cell in common
+                std::vector<int32_t> cells(ne[dim]);
+                for (size_t i = 0; i < cells.size(); i++) {
+                    cells[i] = i;
+                }
+                std::shuffle(cells.begin(), cells.end(), std::mt19937(n_move));
+                ggml_backend_tensor_set(t, cells.data(), 0, ggml_nbytes(t));
+            } else {
+                init_tensor_uniform(t);
+            }
+        }
+    }
+};
+
+static const ggml_type kv_evict_types[] = {
+    GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, GGML_TYPE_Q8_0,  GGML_TYPE_Q5_1,
+    GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL,
+};
+
+static void add_test_cases_kv_evict_eval(std::vector<std::unique_ptr<test_case>> & cases) {
+    const ggml_type F16 = GGML_TYPE_F16;
+    const ggml_type F32 = GGML_TYPE_F32;
+
+    for (ggml_type type_K : kv_evict_types) {
+        for (int64_t hs : { 64, 128, 256 }) {
+            for (int64_t kv : { 1, 33, 512 }) {
+                cases.emplace_back(new test_kv_mass(hs, 2, 3, kv, 1, 1, 1, type_K));
+                cases.emplace_back(new test_kv_mass(hs, 2, 3, kv, 9, 2, 11, type_K, F32));
+            }
+        }
+    }
+    for (int64_t gqa = 1; gqa <= 8; gqa++) {
+        cases.emplace_back(new test_kv_mass(80, 3, gqa, 257, 5, 1, 4, F16));
+    }
+    for (float max_bias : { 0.0f, 8.0f }) {
+        for (float softcap : { 0.0f, 30.0f }) {
+            for (bool sinks : { false, true }) {
+                for (bool assign : { false, true }) {
+                    cases.emplace_back(new test_kv_mass(64, 3, 3, 300, 6, 1, 5, F16, F16, max_bias, softcap, sinks, assign));
+                }
+            }
+        }
+    }
+    cases.emplace_back(new test_kv_mass(64, 3, 3, 4096, 512, 1,  17, F16));
+    cases.emplace_back(new test_kv_mass(64, 3, 3, 4095, 512, 1,   0, F16));
+    cases.emplace_back(new test_kv_mass(64, 1, 2,  100, 512, 1, 512, F16));
+
+    for (ggml_type type : kv_evict_types) {
+        for (int64_t n_move : { 1, 100 }) {
+            cases.emplace_back(new test_kv_move(type, { 192, 256, 1, 1 }, 1, n_move));
+            cases.emplace_back(new test_kv_move(type, { 64, 256, 3, 2 },  1, n_move));
+            if (ggml_blck_size(type) == 1) {
+                cases.emplace_back(new test_kv_move(type, { 256, 64, 3, 2 }, 0, n_move));
+            }
+        }
+    }
+}
+
+static void add_test_cases_kv_evict_perf(std::vector<std::unique_ptr<test_case>> & cases) {
+    for (ggml_type type_K : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+        for (int64_t kv : { 512, 1024, 8192 }) {
+            cases.emplace_back(new test_kv_mass(64, 3, 3, kv, 1, 1, 1, type_K));
+        }
+        cases.emplace_back(new test_kv_mass( 64, 3, 3, 8192, 16, 1, 16, type_K));
+        cases.emplace_back(new test_kv_mass(128, 8, 4, 4096,  1, 1,  1, type_K));
+    }
+    cases.emplace_back(new test_kv_mass(64, 3, 3, 8192, 512, 1, 0));
+
+    cases.emplace_back(new test_kv_move(GGML_TYPE_F16,  { 192, 8192, 1, 1 }, 1, 400));
+    cases.emplace_back(new test_kv_move(GGML_TYPE_Q8_0, { 192, 8192, 1, 1 }, 1, 400));
+    cases.emplace_back(new test_kv_move(GGML_TYPE_F16,  { 8192, 192, 1, 1 }, 0, 400));
+}

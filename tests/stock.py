@@ -1,0 +1,150 @@
+"""The oracle: an unpatched llama.cpp of the same source, in a process of its own.
+
+`run(lib_dir, job)` starts this file as a script with LLAMA_CPP_LIB_PATH=lib_dir and returns its
+arrays. It uses llama-cpp-python's plain bindings only, nothing of pyinertia.
+
+A job is a dict with
+    model       path of the GGUF
+    context     fields of llama_context_params: n_ctx, n_threads, flash_attn, type_k, type_v
+    steps       list of ["eval", tokens] and ["rm", positions]
+    n_capture   queries at the end of every eval whose attention is captured, 0 for none
+and the result has
+    logits      float32 [n_eval, n_vocab], after the last token of every eval
+    attention   float32 [n_captured, n_layer, n_kv], softmax averaged over heads (flash_attn off),
+                the captured queries of all evals one after the other, n_kv of the last eval
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+
+def run(lib_dir: Path, **job) -> dict[str, np.ndarray]:
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "job.json", Path(folder) / "out.npz"
+        file.write_text(json.dumps({"n_capture": 0, **job, "model": str(job["model"])}))
+        env = {**os.environ, "LLAMA_CPP_LIB_PATH": str(lib_dir)}
+        done = subprocess.run(
+            [sys.executable, __file__, file, out], env=env, capture_output=True, text=True
+        )
+        if done.returncode:
+            msg = f"the stock build failed on {job.get('model')}:\n{done.stderr[-3000:]}"
+            raise RuntimeError(msg)
+        return dict(np.load(out))
+
+
+class Tensor(ctypes.Structure):
+    """The head of struct ggml_tensor (ggml.h)."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    )
+
+
+class Attention:
+    """Collects the softmax of every layer through cb_eval."""
+
+    def __init__(self, base: ctypes.CDLL, n_capture: int) -> None:
+        self.n_capture, self.rows, self.layers = n_capture, [], {}
+        self.name = base.ggml_get_name
+        self.name.restype, self.name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+        self.get = base.ggml_backend_tensor_get
+        self.get.restype = None
+        self.get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+
+    def __call__(self, tensor, ask, _):
+        name = self.name(tensor).decode()
+        if not name.startswith("kq_soft_max-"):
+            return False if ask else True
+        if not ask:
+            n_kv, n_tokens, n_head, _ = ctypes.cast(tensor, ctypes.POINTER(Tensor))[0].ne
+            mass = np.empty((n_head, n_tokens, n_kv), np.float32)
+            self.get(tensor, mass.ctypes.data, 0, mass.nbytes)
+            last = mass[:, -self.n_capture :].mean(axis=0, dtype=np.float64)
+            self.layers.setdefault(int(name.split("-")[1]), []).append(last)
+        return True
+
+    def end_batch(self) -> None:
+        """Keep the last ubatch of the batch."""
+        layers = [self.layers[il][-1] for il in sorted(self.layers)]
+        for t in range(len(layers[0])):
+            self.rows.append([layer[t] for layer in layers])
+        self.layers = {}
+
+    def array(self) -> np.ndarray:
+        n_kv = max(len(mass) for row in self.rows for mass in row)
+        out = np.zeros((len(self.rows), len(self.rows[0]), n_kv), np.float32)
+        for t, row in enumerate(self.rows):
+            for il, mass in enumerate(row):
+                out[t, il, : len(mass)] = mass
+        return out
+
+
+def main(job: dict, out: str) -> None:
+    import llama_cpp as lc
+
+    params = lc.llama_context_default_params()
+    context = dict(job["context"])
+    params.n_ctx = context.pop("n_ctx")
+    params.n_threads = params.n_threads_batch = context.pop("n_threads", 2)
+    params.n_batch = params.n_ubatch = context.pop("n_batch", 512)
+    params.flash_attn_type = int(context.pop("flash_attn", False))
+    params.type_k = context.pop("type_k", 1)
+    params.type_v = context.pop("type_v", 1)
+    params.swa_full = context.pop("swa_full", False)
+    assert not context, context
+
+    capture = None
+    if job["n_capture"]:
+        lib = Path(os.environ["LLAMA_CPP_LIB_PATH"])
+        base = next(p for p in sorted(lib.iterdir()) if "ggml-base" in p.name)
+        capture = Attention(ctypes.CDLL(str(base)), job["n_capture"])
+        params.cb_eval = lc.ggml_backend_sched_eval_callback(capture)
+
+    lc.llama_backend_init()
+    model = lc.llama_model_load_from_file(job["model"].encode(), lc.llama_model_default_params())
+    ctx = lc.llama_init_from_model(model, params)
+    memory = lc.llama_get_memory(ctx)
+    n_vocab = lc.llama_vocab_n_tokens(lc.llama_model_get_vocab(model))
+
+    n_past, logits = 0, []
+    for step, values in job["steps"]:
+        if step == "rm":
+            for pos in values:
+                assert lc.llama_memory_seq_rm(memory, 0, pos, pos + 1)
+            continue
+        for i in range(0, len(values), params.n_batch):
+            part = values[i : i + params.n_batch]
+            batch = lc.llama_batch_init(len(part), 0, 1)
+            batch.n_tokens = len(part)
+            for j, token in enumerate(part):
+                batch.token[j], batch.pos[j] = token, n_past + j
+                batch.n_seq_id[j], batch.seq_id[j][0] = 1, 0
+                batch.logits[j] = j == len(part) - 1
+            assert lc.llama_decode(ctx, batch) == 0
+            n_past += len(part)
+            lc.llama_batch_free(batch)
+        if capture:
+            capture.end_batch()
+        last = lc.llama_get_logits_ith(ctx, -1)
+        logits.append(np.ctypeslib.as_array(last, shape=(n_vocab,)).copy())
+
+    arrays = {"logits": np.array(logits)}
+    if capture:
+        arrays["attention"] = capture.array()
+    np.savez(out, **arrays)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])

@@ -1,0 +1,201 @@
+"""Eviction equals removing the same positions from an unpatched build; compaction moves bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import llama_cpp
+import numpy as np
+import pytest
+import stock
+from helpers import HolesLlama, kl, logits, positions, tokens
+
+from pyinertia import KVPolicy, Llama
+
+F16, BF16, F32, Q8_0, Q5_1, Q4_0 = 1, 30, 0, 8, 7, 2
+N_PROMPT, N_DECODE, BUDGET = 700, 64, 256
+
+
+def evict(cls, path, policy="inertiakv", **context):
+    """Teacher-forced run: logits [1 + N_DECODE, n_vocab] and the steps that a stock build replays."""
+    llm = cls(
+        path,
+        n_ctx=1024,
+        n_threads=2,
+        verbose=False,
+        kv_policy=policy,
+        kv_budget=BUDGET,
+        **context,
+    )
+    ids = tokens(llm, N_PROMPT + N_DECODE)
+    llm.eval(ids[:N_PROMPT])
+    out, steps, before = [logits(llm)], [["eval", ids[:N_PROMPT]]], set(positions(llm))
+    for token in ids[N_PROMPT:]:
+        llm.eval([token])
+        out.append(logits(llm))
+        now = set(positions(llm))
+        steps += [["rm", sorted(before - now)], ["eval", [token]]]
+        before = now
+    stats = llm.kv_stats()
+    assert stats.n_used == BUDGET
+    assert stats.n_evicted == N_PROMPT + N_DECODE - BUDGET
+    assert stats.n_evictions == N_DECODE - 1
+    return np.array(out), steps, stats
+
+
+CONTEXTS = {
+    "no-fa-f16": {"flash_attn": False},
+    "fa-f16": {"flash_attn": True},
+    "no-fa-q8_0": {"flash_attn": False, "type_k": Q8_0},
+    "fa-q8_0": {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0},
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_eviction_equals_removal_from_a_stock_cache(smollm2, stock_lib_dir, context):
+    holes, steps, stats = evict(HolesLlama, smollm2, **context)
+    assert stats.n_moved == 0
+    job = {"n_ctx": 1024, "n_threads": 2, **context}
+    expected = stock.run(stock_lib_dir, model=smollm2, context=job, steps=steps)["logits"]
+    assert np.array_equal(holes, expected)
+
+    compacted, steps, stats = evict(Llama, smollm2, **context)
+    assert 0 < stats.n_moved <= BUDGET
+    expected = stock.run(stock_lib_dir, model=smollm2, context=job, steps=steps)["logits"]
+    # summation order alone moves logits of a quantised model by 0.5 to 1
+    pairs = list(zip(expected, compacted, strict=True))
+    assert np.mean([kl(p, q) for p, q in pairs]) < 0.02
+    differ = [p for p, q in pairs if p.argmax() != q.argmax()]
+    assert len(differ) <= 0.05 * len(pairs)
+    assert all(np.diff(np.sort(p)[-2:])[0] < 1.5 for p in differ)
+
+
+def test_eviction_equals_removal_in_a_sliding_window_model(gemma3, stock_lib_dir):
+    holes, steps, _ = evict(HolesLlama, gemma3)
+    job = {"n_ctx": 1024, "n_threads": 2}
+    expected = stock.run(stock_lib_dir, model=gemma3, context=job, steps=steps)["logits"]
+    assert np.array_equal(holes, expected)
+
+
+def rows(llm: Llama) -> dict[int, tuple[bytes, ...]]:
+    """K and V of every position in every layer, read from the state format of llama_kv_cache."""
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    buffer = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0) == size
+    data, at = bytes(buffer), 0
+
+    def read(form: str):
+        nonlocal at
+        values = struct.unpack_from("<" + form, data, at)
+        at += struct.calcsize("<" + form)
+        return values[0] if len(values) == 1 else values
+
+    def take(n: int) -> bytes:
+        nonlocal at
+        at += n
+        return data[at - n : at]
+
+    assert read("I") == 1  # streams
+    n_cells = read("I")
+    cells = []
+    for _ in range(n_cells):
+        pos, n_seq = read("iI")
+        cells.append(pos)
+        assert n_seq == 0  # one sequence was asked for
+    v_trans, n_layer = read("II")
+    out = {pos: [] for pos in cells}
+    for _ in range(n_layer):
+        _, size = read("iQ")
+        for pos in cells:
+            out[pos].append(take(size))
+    for _ in range(n_layer):
+        if v_trans:
+            _, size, n_embd = read("iII")
+            v = np.frombuffer(take(size * n_embd * n_cells), np.uint8)
+            for i, pos in enumerate(cells):
+                out[pos].append(v.reshape(n_embd, n_cells, size)[:, i].tobytes())
+        else:
+            _, size = read("iQ")
+            for pos in cells:
+                out[pos].append(take(size))
+    assert at == len(data)
+    return {pos: tuple(parts) for pos, parts in out.items()}
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"flash_attn": False, "type_k": F16, "type_v": F16},  # V is transposed
+        {"flash_attn": False, "type_k": Q8_0, "type_v": BF16},
+        {"flash_attn": True, "type_k": F16, "type_v": F16},
+        {"flash_attn": True, "type_k": F32, "type_v": F32},
+        {"flash_attn": True, "type_k": Q8_0, "type_v": Q5_1},
+        {"flash_attn": True, "type_k": Q4_0, "type_v": Q4_0},
+    ],
+    ids=lambda c: "-".join(str(int(v)) for v in c.values()) if isinstance(c, dict) else None,
+)
+def test_compaction_changes_no_byte(smollm2, context, n_threads):
+    llm = Llama(smollm2, n_ctx=1024, n_threads=n_threads, verbose=False, **context)
+    ids = tokens(llm, 601)
+    llm.eval(ids[:600])
+    scores = llm.kv_cells()["score"]
+    kept = np.random.default_rng(0).permutation(600)[:200]
+    llm.kv_evict(kept)
+    before = rows(llm)
+    assert set(before) == {*kept.tolist(), 599}
+
+    llm.eval(ids[600:])  # compaction happens when a batch enters
+    n_above = sum(pos >= len(before) for pos in before)
+    assert llm.kv_stats().n_moved == n_above > 0
+    after = rows(llm)
+    assert {pos: after[pos] for pos in before} == before
+    assert scores.shape == (600,)
+
+
+def test_scores_follow_their_cells_through_moves(smollm2):
+    """The same run with and without compaction: same cells, same scores before the first new row."""
+    runs = []
+    for cls in (HolesLlama, Llama):
+        policy = KVPolicy(n_budget=BUDGET, frozen=True)  # the first ranking stays
+        llm = cls(smollm2, n_ctx=1024, n_threads=2, verbose=False, kv_policy=policy)
+        ids = tokens(llm, N_PROMPT + 3)
+        llm.eval(ids[:N_PROMPT])
+        for token in ids[N_PROMPT:]:
+            llm.eval([token])
+        runs.append((llm.kv_cells(), llm.kv_stats().n_moved))
+    (holes, unmoved), (compacted, moved) = runs
+    assert unmoved == 0 < moved
+    assert len(np.unique(holes["score"])) > 200
+    assert np.array_equal(holes, compacted)
+
+
+@pytest.mark.parametrize("type_kv", [F16, BF16, F32, Q8_0, Q5_1, Q4_0])
+def test_every_cache_type_is_scored(smollm2, type_kv):
+    """The kept set of any type is close to that of f32."""
+    kept = {}
+    for kind in (F32, type_kv):
+        llm = Llama(
+            smollm2,
+            n_ctx=1024,
+            n_threads=2,
+            verbose=False,
+            flash_attn=True,
+            type_k=kind,
+            type_v=kind,
+            kv_policy="score-free",
+            kv_budget=BUDGET,
+        )
+        ids = tokens(llm, N_PROMPT + 2)
+        llm.eval(ids[:N_PROMPT])
+        for token in ids[N_PROMPT:]:
+            llm.eval([token])
+        kept[kind] = set(positions(llm))
+    common = len(kept[F32] & kept[type_kv]) / BUDGET
+    assert common > (0.8 if type_kv == Q4_0 else 0.9)
+
+
+def test_quantised_v_without_flash_attention_is_upstreams_error(smollm2):
+    with pytest.raises(ValueError, match="llama_context"):
+        Llama(smollm2, verbose=False, kv_policy="inertiakv", type_v=Q8_0, flash_attn=False)

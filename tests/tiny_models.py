@@ -1,0 +1,155 @@
+"""Random-weight GGUF files below 2 MB: models that no registry has to ship.
+
+Every writer takes the path to write and returns it. The vocabulary is the 256 bytes, so any text
+tokenizes; weights are seeded, so a file is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter, TokenType
+
+N_EMBD, N_HEAD, N_HEAD_KV, N_FF, N_LAYER, N_CTX = 128, 4, 2, 64, 2, 1024
+BOS, EOS = 256, 257
+
+
+def write_llama(path: Path, n_layer: int = N_LAYER) -> Path:
+    """A plain decoder with grouped queries (llama)."""
+    writer = _writer(path, "llama", n_layer)
+    return _finish(writer, path, _decoder(writer, n_layer))
+
+
+def write_gemma3(path: Path, n_window: int = 32) -> Path:
+    """A decoder whose layers see a sliding window, but for every sixth (gemma3)."""
+    writer = _writer(path, "gemma3", 6)
+    writer.add_sliding_window(n_window)
+    shapes = _decoder(writer, 6)
+    for il in range(6):
+        shapes |= {
+            f"blk.{il}.attn_q_norm.weight": (N_EMBD // N_HEAD,),
+            f"blk.{il}.attn_k_norm.weight": (N_EMBD // N_HEAD,),
+            f"blk.{il}.post_attention_norm.weight": (N_EMBD,),
+            f"blk.{il}.post_ffw_norm.weight": (N_EMBD,),
+        }
+    return _finish(writer, path, shapes)
+
+
+def write_bert(path: Path) -> Path:
+    """An encoder, which has no KV cache (bert)."""
+    writer = _writer(path, "bert", N_LAYER)
+    writer.add_head_count(N_HEAD)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_token_type_count(2)
+    shapes = {
+        "token_embd.weight": (BOS + 2, N_EMBD),
+        "token_types.weight": (2, N_EMBD),
+        "position_embd.weight": (N_CTX, N_EMBD),
+        **_affine("token_embd_norm", N_EMBD),
+    }
+    for il in range(N_LAYER):
+        shapes |= {
+            **_affine(f"blk.{il}.attn_q", N_EMBD, N_EMBD),
+            **_affine(f"blk.{il}.attn_k", N_EMBD, N_EMBD),
+            **_affine(f"blk.{il}.attn_v", N_EMBD, N_EMBD),
+            **_affine(f"blk.{il}.attn_output", N_EMBD, N_EMBD),
+            **_affine(f"blk.{il}.attn_output_norm", N_EMBD),
+            **_affine(f"blk.{il}.ffn_up", N_FF, N_EMBD),
+            **_affine(f"blk.{il}.ffn_down", N_EMBD, N_FF),
+            **_affine(f"blk.{il}.layer_output_norm", N_EMBD),
+        }
+    return _finish(writer, path, shapes)
+
+
+def write_mamba(path: Path) -> Path:
+    """A recurrent model, whose state has no cells to evict (mamba)."""
+    n_inner, n_conv, n_state, dt_rank = 2 * N_EMBD, 4, 8, 4
+    writer = _writer(path, "mamba", N_LAYER)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(dt_rank)
+    shapes = {"token_embd.weight": (BOS + 2, N_EMBD), "output_norm.weight": (N_EMBD,)}
+    for il in range(N_LAYER):
+        shapes |= {
+            f"blk.{il}.attn_norm.weight": (N_EMBD,),
+            f"blk.{il}.ssm_in.weight": (2 * n_inner, N_EMBD),
+            **_affine(f"blk.{il}.ssm_conv1d", n_inner, n_conv),
+            f"blk.{il}.ssm_x.weight": (dt_rank + 2 * n_state, n_inner),
+            **_affine(f"blk.{il}.ssm_dt", n_inner, dt_rank),
+            f"blk.{il}.ssm_a": (n_inner, n_state),
+            f"blk.{il}.ssm_d": (n_inner,),
+            f"blk.{il}.ssm_out.weight": (N_EMBD, n_inner),
+        }
+    return _finish(writer, path, shapes)
+
+
+def _decoder(writer: GGUFWriter, n_layer: int) -> dict[str, tuple[int, ...]]:
+    n_embd_head = N_EMBD // N_HEAD
+    writer.add_head_count(N_HEAD)
+    writer.add_head_count_kv(N_HEAD_KV)
+    writer.add_key_length(n_embd_head)
+    writer.add_value_length(n_embd_head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    shapes = {"token_embd.weight": (BOS + 2, N_EMBD), "output_norm.weight": (N_EMBD,)}
+    for il in range(n_layer):
+        shapes |= {
+            f"blk.{il}.attn_norm.weight": (N_EMBD,),
+            f"blk.{il}.attn_q.weight": (N_EMBD, N_EMBD),
+            f"blk.{il}.attn_k.weight": (n_embd_head * N_HEAD_KV, N_EMBD),
+            f"blk.{il}.attn_v.weight": (n_embd_head * N_HEAD_KV, N_EMBD),
+            f"blk.{il}.attn_output.weight": (N_EMBD, N_EMBD),
+            f"blk.{il}.ffn_norm.weight": (N_EMBD,),
+            f"blk.{il}.ffn_gate.weight": (N_FF, N_EMBD),
+            f"blk.{il}.ffn_up.weight": (N_FF, N_EMBD),
+            f"blk.{il}.ffn_down.weight": (N_EMBD, N_FF),
+        }
+    return shapes
+
+
+def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+
+def _writer(path: Path, architecture: str, n_layer: int) -> GGUFWriter:
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(N_CTX)
+    writer.add_embedding_length(N_EMBD)
+    writer.add_feed_forward_length(N_FF)
+    writer.add_block_count(n_layer)
+    writer.add_vocab_size(BOS + 2)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*_byte_tokens(), "<s>", "</s>"])
+    writer.add_token_types([TokenType.NORMAL] * 256 + [TokenType.CONTROL] * 2)
+    writer.add_token_merges(["< s"])  # the key must exist; no token is called "<s" alone
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_add_bos_token(True)
+    return writer
+
+
+def _byte_tokens() -> list[str]:
+    # byte-level BPE writes unprintable bytes as code points from 256 on
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def _finish(writer: GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        norm = "norm.weight" in name
+        values = np.ones(shape) if norm else rng.normal(0, shape[-1] ** -0.5, shape)
+        if name.endswith("ssm_a"):  # a decay must be negative
+            values = -np.abs(values) - 0.1
+        writer.add_tensor(name, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
