@@ -1,16 +1,15 @@
 #include "kv-evict.h"
+#include "kv-evict-dot.h"
 
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "ggml-kv-evict.h"
-#include "simd-mappings.h"
 #include "vec.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 // cells that are scored together; threads take tiles in turn, which spreads masked regions evenly
@@ -175,102 +174,7 @@ static void kv_mass_ref(const ggml_compute_params * params, const kv_mass & a, f
     }
 }
 
-// fast path: a tile of K is read and converted once for all query heads and queries that share it
-
-#if defined(GGML_SIMD) && !defined(__ARM_FEATURE_SVE) && !defined(__riscv_v_intrinsic)
-
-// dst[i] = sum of the lanes of x[i]
-static inline void store_sums_4(float * dst, GGML_F32_VEC x0, GGML_F32_VEC x1, GGML_F32_VEC x2, GGML_F32_VEC x3) {
-#if defined(__AVX512F__)
-    const auto fold = [](__m512 x) {
-        return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
-    };
-    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(fold(x0), fold(x1)), _mm256_hadd_ps(fold(x2), fold(x3)));
-    _mm_storeu_ps(dst, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-#elif defined(__AVX__)
-    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(x0, x1), _mm256_hadd_ps(x2, x3));
-    _mm_storeu_ps(dst, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    vst1q_f32(dst, vpaddq_f32(vpaddq_f32(x0, x1), vpaddq_f32(x2, x3)));
-#else
-    const GGML_F32_VEC x[4] = { x0, x1, x2, x3 };
-    for (int i = 0; i < 4; ++i) {
-        float lanes[GGML_F32_EPR];
-        GGML_F32_VEC_STORE(lanes, x[i]);
-        dst[i] = std::accumulate(lanes, lanes + GGML_F32_EPR, 0.0f);
-    }
-#endif
-}
-
-// NQ queries times 4 cells: each vector that is loaded serves 4 or NQ products
-template <int NQ>
-static inline void dot_4(int n, float * dst, int64_t ld, const float * k, const float * q) {
-    GGML_F32_VEC sum[NQ][4];
-    for (int j = 0; j < NQ; ++j) {
-        for (int i = 0; i < 4; ++i) {
-            sum[j][i] = GGML_F32_VEC_ZERO;
-        }
-    }
-
-    const int n_vec = n - n%GGML_F32_EPR;
-
-    for (int d = 0; d < n_vec; d += GGML_F32_EPR) {
-        GGML_F32_VEC qv[NQ];
-        for (int j = 0; j < NQ; ++j) {
-            qv[j] = GGML_F32_VEC_LOAD(q + j*n + d);
-        }
-        for (int i = 0; i < 4; ++i) {
-            const GGML_F32_VEC kv = GGML_F32_VEC_LOAD(k + i*n + d);
-            for (int j = 0; j < NQ; ++j) {
-                sum[j][i] = GGML_F32_VEC_FMA(sum[j][i], kv, qv[j]);
-            }
-        }
-    }
-
-    for (int j = 0; j < NQ; ++j) {
-        store_sums_4(dst + j*ld, sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
-    }
-    for (int d = n_vec; d < n; ++d) {
-        for (int j = 0; j < NQ; ++j) {
-            for (int i = 0; i < 4; ++i) {
-                dst[j*ld + i] += k[i*n + d]*q[j*n + d];
-            }
-        }
-    }
-}
-
-template <int NQ>
-static void dot_rows(int n, float * dst, int64_t ld, const float * k, const float * q) {
-    for (int i = 0; i < N_TILE; i += 4) {
-        dot_4<NQ>(n, dst + i, ld, k + i*n, q);
-    }
-}
-
-static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * k, const float * q) {
-    while (n_q > 0) {
-        const int n_step = n_q == 4 ? 2 : std::min(n_q, 3);
-        switch (n_step) {
-            case 1: dot_rows<1>(n, dst, ld, k, q); break;
-            case 2: dot_rows<2>(n, dst, ld, k, q); break;
-            case 3: dot_rows<3>(n, dst, ld, k, q); break;
-        }
-        dst += n_step*ld;
-        q   += n_step*n;
-        n_q -= n_step;
-    }
-}
-
-#else
-
-static void dot_tile(int n, int n_q, float * dst, int64_t ld, const float * k, const float * q) {
-    for (int j = 0; j < n_q; ++j) {
-        for (int i = 0; i < N_TILE; ++i) {
-            ggml_vec_dot_f32(n, dst + j*ld + i, 0, k + i*n, 0, q + j*n, 0, 1);
-        }
-    }
-}
-
-#endif
+// fast path
 
 // masked cells are chosen, not added: what their K holds may be anything
 static void finish_logits(float * GGML_RESTRICT x, const float * GGML_RESTRICT mask, float scale, float softcap, float slope) {
@@ -301,13 +205,13 @@ struct kv_mass_stat {
 // scratch of one thread, in bytes from its start, and the whole
 struct kv_mass_layout {
     kv_mass_layout(const kv_mass & a, int nth) {
-        const ggml_type q_type = ggml_get_type_traits_cpu(a.k->type)->vec_dot_type;
+        // q as f32 is never smaller than q as the type of a dot product
+        const size_t q_size = a.n_embd*sizeof(float);
 
         n_block = std::max<int64_t>(1, std::min(N_BLOCK, MAX_LOGITS/(a.n_head*a.n_kv)));
         n_block = std::min({ n_block, a.rows->ne[1], a.n_tokens });
         n_q     = n_block*a.n_head;
         n_cells = ((a.n_kv + N_TILE - 1)/N_TILE + nth - 1)/nth*N_TILE;
-        q_size  = std::max(ggml_row_size(q_type, a.n_embd), a.n_embd*sizeof(float));
 
         size_t pos = 0;
         auto take = [&pos](size_t size) {
@@ -318,7 +222,6 @@ struct kv_mass_layout {
 
         q      = take(q_size*n_q);
         q_tmp  = take(q_size);
-        k      = take(sizeof(float)*N_TILE*a.n_embd);
         mask   = take(sizeof(float)*N_TILE*n_block);
         slope  = take(sizeof(float)*a.n_head);
         logits = take(sizeof(float)*n_q*n_cells);
@@ -329,9 +232,8 @@ struct kv_mass_layout {
     int64_t n_block;
     int64_t n_q;
     int64_t n_cells;
-    size_t  q_size;
 
-    size_t q, q_tmp, k, mask, slope, logits, stat, total;
+    size_t q, q_tmp, mask, slope, logits, stat, total;
 };
 
 // the scored queries of a block, all of one stream
@@ -358,9 +260,10 @@ struct kv_mass_worker {
         data = (char *) GGML_PAD((uintptr_t) params->wdata, SCRATCH_PAD);
         GGML_ASSERT(data + l.total*nth <= (char *) params->wdata + params->wsize);
 
-        k_type  = a.k->type;
-        q_type  = ggml_get_type_traits_cpu(k_type)->vec_dot_type;
-        vec_dot = ggml_is_quantized(k_type) ? ggml_get_type_traits_cpu(k_type)->vec_dot : nullptr;
+        dot_tile = get_dot_tile(a.k->type);
+        vec_dot  = ggml_get_type_traits_cpu(a.k->type)->vec_dot;
+        q_type   = ggml_get_type_traits_cpu(a.k->type)->vec_dot_type;
+        q_size   = dot_tile ? a.n_embd*sizeof(float) : ggml_row_size(q_type, a.n_embd);
 
         for (int64_t h = 0; h < a.n_head; ++h) {
             scratch(l.slope)[h] = a.slope(h);
@@ -379,9 +282,10 @@ struct kv_mass_worker {
 
     char * data; // scratch of all threads
 
-    ggml_type      k_type;
+    dot_tile_t     dot_tile;
+    ggml_vec_dot_t vec_dot;
     ggml_type      q_type;
-    ggml_vec_dot_t vec_dot; // quantised K only
+    size_t         q_size;
 
     float * scratch(size_t pos) const { return scratch(pos, ith); }
 
@@ -394,51 +298,38 @@ struct kv_mass_worker {
         const ggml_from_float_t from_float = ggml_get_type_traits_cpu(q_type)->from_float;
         const ggml_to_float_t   to_float   = ggml_get_type_traits(q_type)->to_float;
 
-        const size_t size = vec_dot ? ggml_row_size(q_type, a.n_embd) : a.n_embd*sizeof(float);
-
         char * dst = (char *) scratch(l.q);
         for (int64_t h_kv = 0; h_kv < a.n_head_kv; ++h_kv) {
             for (int b = 0; b < block.n; ++b) {
-                for (int64_t j = 0; j < a.n_gqa; ++j, dst += size) {
+                for (int64_t j = 0; j < a.n_gqa; ++j, dst += q_size) {
                     const float * q = a.q_row(block.t[b], h_kv*a.n_gqa + j);
                     if (q_type == GGML_TYPE_F32) {
-                        memcpy(dst, q, size);
-                    } else if (vec_dot) {
-                        from_float(q, dst, a.n_embd);
-                    } else {
+                        memcpy(dst, q, q_size);
+                    } else if (dot_tile) {
                         from_float(q, scratch(l.q_tmp), a.n_embd);
                         to_float(scratch(l.q_tmp), (float *) dst, a.n_embd);
+                    } else {
+                        from_float(q, dst, a.n_embd);
                     }
                 }
             }
         }
     }
 
-    // q.k of n_q rows and one tile
-    void dot(float * dst, int64_t h_kv, int n_q, int64_t c, int n, int64_t s) {
-        if (vec_dot) {
-            const size_t size = ggml_row_size(q_type, a.n_embd);
-            const char * q    = (const char *) scratch(l.q) + h_kv*n_q*size;
-            for (int i = 0; i < n; ++i) {
-                const char * k = a.k_row(c + i, h_kv, s);
-                for (int j = 0; j < n_q; ++j) {
-                    vec_dot(a.n_embd, dst + j*l.n_cells + i, 0, k, 0, q + j*size, 0, 1);
-                }
-            }
+    // q.k of n_q rows and n_k cells
+    void dot(float * dst, int64_t h_kv, int n_q, int64_t c, int n_k, int64_t s) const {
+        const char * k = a.k_row(c, h_kv, s);
+        const char * q = (const char *) scratch(l.q) + h_kv*n_q*q_size;
+
+        if (dot_tile) {
+            dot_tile(a.n_embd, n_q, n_k, dst, l.n_cells, k, a.k->nb[2], (const float *) q);
             return;
         }
-
-        // rows above n keep what they hold: their logits are masked
-        float * k = scratch(l.k);
-        for (int i = 0; i < n; ++i) {
-            const char * src = a.k_row(c + i, h_kv, s);
-            switch (k_type) {
-                case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, k + i*a.n_embd, a.n_embd); break;
-                case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, k + i*a.n_embd, a.n_embd); break;
-                default:             memcpy(k + i*a.n_embd, src, a.n_embd*sizeof(float));
+        for (int i = 0; i < n_k; ++i) {
+            for (int j = 0; j < n_q; ++j) {
+                vec_dot(a.n_embd, dst + j*l.n_cells + i, 0, k + i*a.k->nb[2], 0, q + j*q_size, 0, 1);
             }
         }
-        dot_tile(a.n_embd, n_q, dst, l.n_cells, k, scratch(l.q) + h_kv*n_q*a.n_embd);
     }
 
     // returns false if no query of the block sees a cell of the tile
