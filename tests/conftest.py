@@ -1,0 +1,75 @@
+"""What every test may use: the libraries and the models, and a log header that explains itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import bootstrap
+import pytest
+
+import pyinertia  # noqa: F401 - first, so that every `import llama_cpp` gets our library
+
+OP_CASES = pytest.StashKey[dict[str, int]]()  # op -> cases that ran and passed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-op-cases", action="store_true", help="fail unless they all ran")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[OP_CASES] = {}
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    command = [sys.executable, "-m", "pyinertia"]
+    done = subprocess.run(command, cwd=bootstrap.ROOT, capture_output=True, text=True)
+    lines = (done.stdout or done.stderr).partition("\n\npolicies")[0].splitlines()
+    return [f"pin: {bootstrap.pq.read_pin().requirement}", *(line for line in lines if line)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if missing_op_cases(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    config = terminalreporter.config
+    if cases := [f"{op} {count}" for op, count in config.stash[OP_CASES].items()]:
+        terminalreporter.write_line(f"native op cases passed: {', '.join(cases)}")
+    if missing := missing_op_cases(config):
+        terminalreporter.write_line(f"ERROR: native op cases did not run: {', '.join(missing)}")
+
+
+def missing_op_cases(config: pytest.Config) -> list[str]:
+    from test_backend_ops import EXPECTED  # the bar stands there
+
+    wanted = EXPECTED if config.getoption("--require-op-cases") else {}
+    return sorted(wanted.keys() - config.stash[OP_CASES].keys())
+
+
+@pytest.fixture(scope="session")
+def lib_dir() -> Path:
+    """The folder of our libraries."""
+    if not any(bootstrap.LIB_DIR.glob("*llama.*")):
+        pytest.fail("pyinertia/lib has no libraries: run python scripts/bootstrap.py")
+    return bootstrap.LIB_DIR
+
+
+@pytest.fixture(scope="session")
+def stock_lib_dir() -> Path:
+    """The folder of the libraries of the same source without patches, built with the same flags."""
+    return bootstrap.build_stock_libs()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct Q4_1: 30 layers, all with full attention."""
+    return bootstrap.smollm2()
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M Q4_K_M: most layers have a sliding window."""
+    return bootstrap.gemma3()
