@@ -26,7 +26,7 @@ def run(*command: object, cwd: Path | None = None, **env: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=os.environ | env,
+        env={k: v for k, v in os.environ.items() if k != "LLAMA_CPP_LIB_PATH"} | env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -57,9 +57,12 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).chmod(0o755)
     env = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
     env |= {"PATH": os.pathsep.join([str(folder), bootstrap.tool_path()])}
-    env |= {"CCACHE_BASEDIR": str(folder), "CMAKE_ARGS": "-DLLAMA_BUILD=OFF"}
+    with tarfile.open(sdist) as tar:
+        tar.extractall(folder / "source")
+    source = next((folder / "source").iterdir())
+    env["CMAKE_ARGS"] = "-DLLAMA_BUILD=OFF"  # as the README says; it must not reach our build
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--no-cache-dir"]
-    run(sys.executable, "-m", "pip", "wheel", sdist, *options, "-w", folder, **env)
+    run(sys.executable, "-m", "pip", "wheel", source, *options, "-w", folder, **env)
     return next(folder.glob("*.whl"))
 
 
