@@ -18,6 +18,8 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,7 +49,8 @@ class Side:
 
     def ask(self, n: int) -> list[float]:
         """Evaluate n tokens one by one, or -n tokens as a batch; milliseconds of each call."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.write(f"{n}\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -67,11 +70,14 @@ def worker(job: dict[str, Any]) -> None:
     if job["policy"] == "stock":
         from llama_cpp import Llama
 
-        kv = {}
+        native, kv = None, {}
     else:
         from pyinertia import Llama
+        from pyinertia import _native as native
 
         kv = {"kv_policy": job["policy"], "kv_budget": job["budget"]} if job["policy"] else {}
+    from llama_cpp import Llama as Parent
+
     n, threads = job["n_ctx"], job["threads"]
     llm = Llama(
         job["model"], n_ctx=n, n_batch=N_BATCH, n_threads=threads, n_threads_batch=threads,
@@ -80,18 +86,22 @@ def worker(job: dict[str, Any]) -> None:
     text = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     ids = llm.tokenize(text.encode()[: 8 * n])[:n]
     assert len(ids) == n, "the text is too short for this context"
+    llm.eval(ids[:N_BATCH])  # warm up
+    llm.reset()
     at = 0
 
     def evaluate(tokens: list[int]) -> float:
         start = time.perf_counter()
-        llm.eval(tokens)
+        if native:  # the batches are one prompt; our eval would take each for a prompt
+            native.prompt(llm.ctx, 0, max(0, job["n_prompt"] - llm.n_tokens))
+        Parent.eval(llm, tokens)
         llm._ctx.get_logits()  # waits for the result
         return 1e3 * (time.perf_counter() - start)
 
     for line in sys.stdin:
         if line == "stats\n":
             stats = llm.kv_stats() if hasattr(llm, "kv_stats") else None
-            print(json.dumps(vars(stats) if stats else {}), flush=True)
+            print(json.dumps(asdict(stats) if stats else {}), flush=True)
             return
         n = int(line)
         parts = [ids[at : at - n]] if n < 0 else [[token] for token in ids[at : at + n]]
@@ -115,7 +125,7 @@ def measure(sides: list[Side], n_prompt: int, n_tokens: int, n_block: int) -> No
 
 
 def turns(sides: list[Side], i: int) -> list[Side]:
-    return sides if i % 2 == 0 else sides[::-1]
+    return sides[i % len(sides) :] + sides[: i % len(sides)]
 
 
 def progress(what: str, done: int, total: int) -> None:
@@ -136,14 +146,17 @@ def results(sides: list[Side]) -> dict[str, dict[str, float | None]]:
     out = {}
     for side in sides:
         ms, stats = median(t for block in side.blocks for t in block), side.close()
-        same_prompt = side.n_prompt == stock.n_prompt
         out[side.name] = {
             "ms/token": ms,
             "x stock": faster(side, stock),
             "x context": faster(side, by_name[STOCK_SHORT]),
             "x score-free": faster(side, free) if free else None,
             "prefill t/s": 1e3 * side.n_prompt / sum(side.prefill),
-            "x stock prefill": sum(stock.prefill) / sum(side.prefill) if same_prompt else None,
+            "x stock prefill": (
+                median(map(truediv, stock.prefill, side.prefill))
+                if side.n_prompt == stock.n_prompt
+                else None
+            ),
             # what the step with the cut takes beyond an ordinary one
             "cut ms": side.settle[1] - ms if stats.get("n_evicted") else None,
         }
@@ -173,11 +186,12 @@ def machine() -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        return worker(json.loads(sys.argv[2]))
+        worker(json.loads(sys.argv[2]))
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    number = {"type": int, "metavar": "N"}
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument("--model", type=Path, help="GGUF (default: SmolLM2-135M-Instruct Q4_1)")
     parser.add_argument("--prompt", default=8000, help="prompt tokens", **number)
     parser.add_argument("--budget", default=512, help="n_budget", **number)

@@ -1,8 +1,8 @@
 """Summarise a long text in a bounded KV cache, and show what was kept of it.
 
-    python scripts/demo.py                         on a fresh machine: builds first, minutes
-    python scripts/demo.py --budget 1024 --policy inertiakv-lazy
-    python scripts/demo.py --text book.txt --model other.gguf
+python scripts/demo.py                         on a fresh machine: builds first, minutes
+python scripts/demo.py --budget 1024 --policy inertiakv-lazy
+python scripts/demo.py --text book.txt --model other.gguf
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prompt(llm: Llama, text: str, n_tokens: int) -> list[int]:
     body = llm.detokenize(llm.tokenize(text.encode(), add_bos=False)[:n_tokens])
     turns = [("system", SYSTEM), ("user", ASK.format(text=body.decode(errors="ignore")))]
     chat = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
-    return llm.tokenize(f"{chat}<|im_start|>assistant\n".encode(), special=True)
+    return list(llm.tokenize(f"{chat}<|im_start|>assistant\n".encode(), special=True))
 
 
 def read(llm: Llama, ids: list[int], bar: Callable[[int, int], None]) -> float:

@@ -16,6 +16,7 @@ OP_CASES = pytest.StashKey[dict[str, int]]()  # op -> cases that ran and passed
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-op-cases", action="store_true", help="fail unless they all ran")
+    parser.addoption("--samples", type=int, default=8, help="samples of the retrieval test")
 
 
 def pytest_configure(config: pytest.Config) -> None:

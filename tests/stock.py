@@ -66,7 +66,7 @@ class Attention:
     def __call__(self, tensor, ask, _):
         name = self.name(tensor).decode()
         if not name.startswith("kq_soft_max-"):
-            return False if ask else True
+            return not ask
         if not ask:
             n_kv, n_tokens, n_head, _ = ctypes.cast(tensor, ctypes.POINTER(Tensor))[0].ne
             mass = np.empty((n_head, n_tokens, n_kv), np.float32)

@@ -138,7 +138,7 @@ def test_the_lowest_scores_leave(tiny, policy, n_keep):
 
 def test_frozen_generated_tokens_outrank_the_prompt(tiny):
     """Score-Free: prompt cells leave first, lowest first; then the oldest generated."""
-    llm, before, after = ranked(tiny, frozen=True)
+    llm, before, _ = ranked(tiny, frozen=True)
     for token in TOKENS[202:230]:
         llm.eval([token])
     pos = llm.kv_cells()["pos"]

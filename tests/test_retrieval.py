@@ -22,8 +22,13 @@ def sentences() -> list[str]:
     """Plain prose without numbers or markup."""
     text = " ".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     parts = (part.strip() + "." for part in " ".join(text.split()).split(". "))
-    return [part for part in parts if 40 < len(part) < 200 and re.fullmatch(r"[\w ,.;:()'-]+", part)
-            and not re.search(r"[\d_]", part)]
+    return [
+        part
+        for part in parts
+        if 40 < len(part) < 200
+        and re.fullmatch(r"[\w ,.;:()'-]+", part)
+        and not re.search(r"[\d_]", part)
+    ]
 
 
 def sample(llm: Llama, seed: int) -> tuple[list[int], str]:
@@ -58,8 +63,13 @@ def recall(smollm2, request):
             return found[policy]
         budget = {} if policy == "full" else {"kv_budget": BUDGET}
         llm = Llama(
-            smollm2, n_ctx=1280, n_threads=2, flash_attn=True, verbose=False,
-            kv_policy=policy, **budget,
+            smollm2,
+            n_ctx=1280,
+            n_threads=2,
+            flash_attn=True,
+            verbose=False,
+            kv_policy=policy,
+            **budget,
         )
         found[policy] = []
         for seed in range(n_samples):
