@@ -66,23 +66,24 @@ class Side:
 
 def worker(job: dict[str, Any]) -> None:
     import pydoc_data.topics
+    from importlib import import_module
 
-    if job["policy"] == "stock":
-        from llama_cpp import Llama
-
-        native, kv = None, {}
-    else:
-        from pyinertia import Llama
-        from pyinertia import _native as native
-
-        kv = {"kv_policy": job["policy"], "kv_budget": job["budget"]} if job["policy"] else {}
-    from llama_cpp import Llama as Parent
-
+    stock, kv = job["policy"] == "stock", {}
+    if not stock and job["policy"]:
+        kv = {"kv_policy": job["policy"], "kv_budget": job["budget"]}
+    library: Any = import_module("llama_cpp" if stock else "pyinertia")
     n, threads = job["n_ctx"], job["threads"]
-    llm = Llama(
-        job["model"], n_ctx=n, n_batch=N_BATCH, n_threads=threads, n_threads_batch=threads,
-        flash_attn=job["flash_attn"], verbose=False, **kv,
-    )  # fmt: skip
+    llm = library.Llama(
+        job["model"],
+        n_ctx=n,
+        n_batch=N_BATCH,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=job["flash_attn"],
+        verbose=False,
+        **kv,
+    )
+    parent: Any = import_module("llama_cpp").Llama
     text = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     ids = llm.tokenize(text.encode()[: 8 * n])[:n]
     assert len(ids) == n, "the text is too short for this context"
@@ -92,9 +93,9 @@ def worker(job: dict[str, Any]) -> None:
 
     def evaluate(tokens: list[int]) -> float:
         start = time.perf_counter()
-        if native:  # the batches are one prompt; our eval would take each for a prompt
-            native.prompt(llm.ctx, 0, max(0, job["n_prompt"] - llm.n_tokens))
-        Parent.eval(llm, tokens)
+        if not stock:  # the batches are one prompt; our eval would take each for a prompt
+            library._native.prompt(llm.ctx, 0, max(0, job["n_prompt"] - llm.n_tokens))
+        parent.eval(llm, tokens)
         llm._ctx.get_logits()  # waits for the result
         return 1e3 * (time.perf_counter() - start)
 

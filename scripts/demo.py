@@ -11,8 +11,9 @@ import argparse
 import math
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,41 +46,34 @@ def prompt(llm: Llama, text: str, n_tokens: int) -> list[int]:
     return list(llm.tokenize(f"{chat}<|im_start|>assistant\n".encode(), special=True))
 
 
-def read(llm: Llama, ids: list[int], bar: Callable[[int, int], None]) -> float:
-    """Evaluate the prompt; tokens per second."""
-    start = time.perf_counter()
-    for i in range(0, len(ids), llm.n_batch):
-        llm.eval(ids[i : i + llm.n_batch])
-        bar(min(i + llm.n_batch, len(ids)), len(ids))
-    return len(ids) / (time.perf_counter() - start)
+def watch(llm: Llama, n: int, label: str, done: threading.Event) -> None:
+    """Show how many of n tokens have been read, until done."""
+    while not done.wait(0.2) and sys.stdout.isatty():
+        bar(label, min(llm.n_tokens, n), n, "")
+    bar(label, n, n, "\n")
 
 
-def write(llm: Llama, n: int) -> Iterator[int]:
-    """Tokens of the answer."""
-    for _ in range(n):
-        token = llm.sample(temp=0.0, repeat_penalty=1.15)
-        if token == llm.token_eos():
-            return
-        yield token
-        llm.eval([token])
+def bar(label: str, n_read: int, n: int, end: str) -> None:
+    filled = 40 * n_read // n
+    line = f"{label}: reading [{'#' * filled:40}] {n_read}/{n} tokens"
+    print(f"\r{line}", end=end, flush=True)
 
 
 def summarise(llm: Llama, ids: list[int], label: str) -> tuple[str, float, float]:
     """The summary, and tokens per second of reading and of writing."""
-
-    def bar(done: int, total: int) -> None:
-        filled = 40 * done // total
-        line = f"{label}: reading [{'#' * filled}{' ' * (40 - filled)}] {done}/{total} tokens"
-        if sys.stdout.isatty():
-            print(f"\r{line}", end="\n" if done == total else "", flush=True)
-        elif done == total:
-            print(line, flush=True)
-
-    prefill = read(llm, ids, bar)
-    out, start = [], time.perf_counter()
-    for token in write(llm, N_SUMMARY):
+    done = threading.Event()
+    watcher = threading.Thread(target=watch, args=(llm, len(ids), label, done))
+    watcher.start()
+    out, times = [], [time.perf_counter()]
+    for token in islice(llm.generate(ids, temp=0.0, repeat_penalty=1.15), N_SUMMARY):
+        times.append(time.perf_counter())
+        if len(times) == 2:
+            done.set()
+            watcher.join()
+        if token == llm.token_eos():
+            break
         out.append(token)
-    decode = len(out) / (time.perf_counter() - start)
+    prefill, decode = len(ids) / (times[1] - times[0]), (len(times) - 2) / (times[-1] - times[1])
     return llm.detokenize(out).decode(errors="replace").strip(), prefill, decode
 
 

@@ -143,7 +143,6 @@ def test_compaction_changes_no_byte(smollm2, context, n_threads):
     llm = Llama(smollm2, n_ctx=1024, n_threads=n_threads, verbose=False, **context)
     ids = tokens(llm, 601)
     llm.eval(ids[:600])
-    scores = llm.kv_cells()["score"]
     kept = np.random.default_rng(0).permutation(600)[:200]
     llm.kv_evict(kept)
     before = rows(llm)
@@ -154,7 +153,6 @@ def test_compaction_changes_no_byte(smollm2, context, n_threads):
     assert llm.kv_stats().n_moved == n_above > 0
     after = rows(llm)
     assert {pos: after[pos] for pos in before} == before
-    assert scores.shape == (600,)
 
 
 def test_scores_follow_their_cells_through_moves(smollm2):

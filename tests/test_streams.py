@@ -6,8 +6,9 @@ import llama_cpp as lc
 import numpy as np
 import pytest
 import tiny_models
+from low_level import Context
 
-from pyinertia import KVPolicy, _native
+from pyinertia import KVPolicy
 
 POLICY = KVPolicy(n_budget=48, n_sink=2, n_recent=8, n_window=8, n_pool=3)
 RNG = np.random.default_rng(3)
@@ -23,42 +24,12 @@ def model(tmp_path_factory):
     lc.llama_model_free(model)
 
 
-class Context:
-    """A context for n_seq sequences with an engine attached."""
-
-    def __init__(self, model, n_seq: int, *, unified: bool = False, policy=POLICY) -> None:
-        params = lc.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = 512 * n_seq, n_seq, unified
-        params.n_threads = params.n_threads_batch = 1
-        params.type_k = params.type_v = 0  # f32: batched and alone agree but for rounding
-        self.ctx = lc.llama_init_from_model(model, params)
-        self.n_past = [0] * n_seq
-        self.refusal = _native.attach(self.ctx, policy, True)
-
-    def decode(self, ids: dict[int, list[int]]) -> None:
-        n = sum(map(len, ids.values()))
-        batch = lc.llama_batch_init(n, 0, 1)
-        for seq_id, values in ids.items():
-            for token in values:
-                i = batch.n_tokens
-                batch.token[i], batch.pos[i] = token, self.n_past[seq_id]
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq_id
-                batch.logits[i] = True
-                batch.n_tokens += 1
-                self.n_past[seq_id] += 1
-        assert lc.llama_decode(self.ctx, batch) == 0
-        lc.llama_batch_free(batch)
-
-    def cells(self, seq_id: int) -> np.ndarray:
-        return _native.cells(self.ctx, seq_id)
-
-
 @pytest.fixture(scope="module")
 def alone(model):
     """The cells of each sequence when it has a context of its own."""
     out = []
     for prompt, steps in zip(PROMPTS, STEPS, strict=True):
-        context = Context(model, 1)
+        context = Context(model, POLICY)
         context.decode({0: prompt})
         for token in steps:
             context.decode({0: [token]})
@@ -68,7 +39,7 @@ def alone(model):
 
 
 def test_sequences_in_one_batch_keep_what_each_keeps_alone(model, alone):
-    context = Context(model, 2)
+    context = Context(model, POLICY, n_seq=2)
     assert context.refusal == ""
     for seq_id, prompt in enumerate(PROMPTS):
         context.decode({seq_id: prompt})
@@ -83,7 +54,7 @@ def test_sequences_in_one_batch_keep_what_each_keeps_alone(model, alone):
 
 
 def test_a_prompt_entering_does_not_disturb_a_sequence_that_decodes(model, alone):
-    context = Context(model, 2)
+    context = Context(model, POLICY, n_seq=2)
     context.decode({0: PROMPTS[0]})
     for token in STEPS[0][:20]:
         context.decode({0: [token]})
@@ -97,7 +68,7 @@ def test_a_prompt_entering_does_not_disturb_a_sequence_that_decodes(model, alone
 
 
 def test_a_copied_sequence_takes_its_scores_along(model):
-    context = Context(model, 2)
+    context = Context(model, POLICY, n_seq=2)
     context.decode({0: PROMPTS[0]})
     for token in STEPS[0][:30]:
         context.decode({0: [token]})
@@ -112,8 +83,24 @@ def test_a_copied_sequence_takes_its_scores_along(model):
     lc.llama_free(context.ctx)
 
 
+def test_a_copied_prefix_does_not_end_an_announced_prompt(model):
+    context = Context(model, POLICY, n_seq=2)
+    context.announce(0, 60)
+    context.decode({0: PROMPTS[0][:60]})
+    lc.llama_memory_seq_cp(lc.llama_get_memory(context.ctx), 0, 1, -1, -1)
+    context.n_past[1] = 60
+    context.announce(1, 90)
+    for i in range(60, 150, 30):
+        context.decode({1: PROMPTS[0][i : i + 30]})
+    context.decode({1: STEPS[0][:1]})
+    assert len(context.cells(1)) == 151
+    context.decode({1: STEPS[0][1:2]})
+    assert len(context.cells(1)) == POLICY.n_budget
+    lc.llama_free(context.ctx)
+
+
 def test_a_unified_cache_for_several_sequences_is_refused(model):
-    context = Context(model, 2, unified=True)
+    context = Context(model, POLICY, n_seq=2, unified=True)
     assert "unified" in context.refusal
     context.decode({0: PROMPTS[0], 1: PROMPTS[1]})  # and still works
     lc.llama_free(context.ctx)

@@ -67,7 +67,7 @@ extern "C" {
     struct llama_kv_evict_stats {
         uint64_t n_cells;     // cells allocated, all streams
         uint64_t n_used;      // cells in use
-        uint64_t n_tokens;    // tokens that entered the cache
+        uint64_t n_tokens;    // tokens that were sent to the cache
         uint64_t n_evicted;   // cells that were evicted
         uint64_t n_evictions; // cuts that evicted at least one cell
         uint64_t n_refreshes; // decode queries that were scored

@@ -48,7 +48,7 @@ static std::string check_params(const llama_kv_evict_params & p) {
         return format("n_window = %u, it has to be at most 512", p.n_window);
     }
 
-    const uint64_t n_min = (uint64_t) p.n_sink + p.n_recent + p.n_refresh;
+    const uint64_t n_min = (uint64_t) p.n_sink + std::max(1u, p.n_recent) + p.n_refresh;
     if (p.scorer != LLAMA_KV_SCORER_NONE && p.budget_share == 0.0f && p.n_budget < n_min) {
         return format("n_budget = %u, it has to be at least n_sink + n_recent + n_refresh = %llu", p.n_budget, (unsigned long long) n_min);
     }
@@ -102,25 +102,53 @@ llama_kv_evict * llama_kv_evict::get(llama_context & ctx) {
     return kv ? kv->evict.get() : nullptr;
 }
 
-// an op that its device lacks would abort the process when the graph is split
-static bool supports_ops(const llama_kv_evict::device_rows & device, ggml_tensor * cache, uint32_t n_head) {
-    auto * dev = ggml_backend_buft_get_device(device.buft);
-    if (!dev) {
-        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+// an op that its device lacks would abort the process when the graph is split, so ask first
+// returns what is missing; an engine that evicts nothing by itself does without compaction
+std::string llama_kv_evict::probe(const llama_kv_cache & kv, llama_kv_evict_params & params) {
+    for (const auto & layer : kv.layers) {
+        const auto buft = ggml_backend_buffer_get_type(layer.k->buffer);
+
+        auto * dev = ggml_backend_buft_get_device(buft);
+        if (!dev) {
+            dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        }
+
+        ggml_context_ptr ptr { ggml_init({ /*.mem_size =*/ 16*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
+        auto * ctx = ptr.get();
+
+        auto * k    = layer.k;
+        auto * v    = layer.v;
+        auto * move = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, 2);
+
+        const bool can_move =
+            ggml_backend_dev_supports_op(dev, ggml_kv_move(ctx, k, move, 1)) &&
+            ggml_backend_dev_supports_op(dev, ggml_kv_move(ctx, v, move, kv.v_trans ? 0 : 1));
+
+        if (!can_move && params.scorer == LLAMA_KV_SCORER_NONE) {
+            params.compact = false;
+        } else if (!can_move && params.compact) {
+            return format("the device of layer %u (%s) cannot move cells", layer.il, ggml_backend_buft_name(buft));
+        }
+
+        if (params.scorer == LLAMA_KV_SCORER_ATTENTION) {
+            const uint32_t n_embd_head = kv.hparams.n_embd_head_k(layer.il);
+            const uint32_t n_head_kv   = kv.hparams.n_head_kv(layer.il);
+
+            auto * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k->ne[1], 1);
+            auto * q    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head, kv.hparams.n_head(layer.il), 1);
+            auto * mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[1], 1, 1, 1);
+            auto * coef = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 1);
+            auto * idx  = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 1);
+
+            k = ggml_view_4d(ctx, k, n_embd_head, n_head_kv, k->ne[1], 1, ggml_row_size(k->type, n_embd_head), k->nb[1], k->nb[2], 0);
+
+            if (!ggml_backend_dev_supports_op(dev, ggml_kv_mass(ctx, rows, q, k, mask, nullptr, coef, idx, 0, 1.0f, 0.0f, 0.0f, true))) {
+                return format("the device of layer %u (%s) cannot score cells", layer.il, ggml_backend_buft_name(buft));
+            }
+        }
     }
 
-    ggml_context_ptr ctx { ggml_init({ /*.mem_size =*/ 16*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
-
-    auto * q    = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, cache->ne[0], n_head, 1);
-    auto * k    = ggml_view_4d      (ctx.get(), cache, cache->ne[0], 1, cache->ne[1], 1, cache->nb[1], cache->nb[1], cache->nb[2], 0);
-    auto * mask = ggml_new_tensor_4d(ctx.get(), GGML_TYPE_F32, cache->ne[1], 1, 1, 1);
-    auto * coef = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1);
-    auto * idx  = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1);
-    auto * move = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 2);
-
-    return
-        ggml_backend_dev_supports_op(dev, ggml_kv_mass(ctx.get(), device.rows, q, k, mask, nullptr, coef, idx, 0, 1.0f, 0.0f, 0.0f, true)) &&
-        ggml_backend_dev_supports_op(dev, ggml_kv_move(ctx.get(), cache, move, 1));
+    return "";
 }
 
 // why the engine cannot serve this context, empty if it can
@@ -173,28 +201,21 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     return "";
 }
 
-std::string llama_kv_evict::attach(llama_context & ctx, const llama_kv_evict_params & params) {
-    if (auto msg = check_params(params); !msg.empty()) {
-        return msg;
-    }
-
+std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params params) {
     auto * kv = find_cache(ctx.get_memory());
-    if (auto msg = refuse(ctx, kv); !msg.empty()) {
+
+    auto msg = check_params(params);
+    if (msg.empty()) {
+        msg = refuse(ctx, kv);
+    }
+    if (msg.empty()) {
+        msg = probe(*kv, params);
+    }
+    if (!msg.empty()) {
         return msg;
     }
-
-    const char * arch = llm_arch_name(ctx.get_model().arch);
 
     const auto evict = std::make_shared<llama_kv_evict>(*kv, params);
-
-    for (const auto & layer : kv->layers) {
-        for (const auto & device : evict->devices) {
-            if (device.buft == ggml_backend_buffer_get_type(layer.k->buffer) &&
-                    !supports_ops(device, layer.k, kv->hparams.n_head(layer.il))) {
-                return format("the device of layer %u (%s) cannot score or move cells", layer.il, ggml_backend_buft_name(device.buft));
-            }
-        }
-    }
 
     // build the graphs again, now with the hook
     const auto before = kv->evict;
@@ -204,7 +225,6 @@ std::string llama_kv_evict::attach(llama_context & ctx, const llama_kv_evict_par
         ctx.sched_reserve();
     };
 
-    std::string msg;
     try {
         reserve(evict);
     } catch (const std::exception & err) {
@@ -213,7 +233,8 @@ std::string llama_kv_evict::attach(llama_context & ctx, const llama_kv_evict_par
 
     for (const auto & layer : kv->layers) {
         if (msg.empty() && evict->scores_attention() && layer.il < kv->hparams.n_layer() && !evict->hooked[layer.il]) {
-            msg = format("layer %u of architecture '%s' computes its attention in a way that cannot be scored", layer.il, arch);
+            msg = format("layer %u of architecture '%s' computes its attention in a way that cannot be scored",
+                    layer.il, llm_arch_name(ctx.get_model().arch));
         }
     }
 
@@ -300,7 +321,7 @@ bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {
 bool llama_kv_evict_prompt(llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens) {
     auto * evict = get_engine(ctx, seq_id);
 
-    return evict && evict->prompt(seq_id, n_tokens);
+    return evict && guarded(__func__, false, [&] { return evict->prompt(*ctx, seq_id, n_tokens); });
 }
 
 int32_t llama_kv_evict_cells(llama_context * ctx, llama_seq_id seq_id, llama_kv_evict_cell * cells, int32_t n_max) {

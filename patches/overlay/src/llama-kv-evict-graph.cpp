@@ -159,7 +159,8 @@ void llama_kv_evict::alloc_rows() {
     }
 }
 
-bool llama_kv_evict::update(llama_context & lctx) {
+// llama_decode does not catch
+bool llama_kv_evict::update(llama_context & lctx) try {
     bool updated = false;
 
     for (uint32_t s = 0; s < seqs.size(); ++s) {
@@ -170,6 +171,9 @@ bool llama_kv_evict::update(llama_context & lctx) {
         for (uint32_t i = 0; i < seq.cells.size(); ++i) {
             if (!cells.is_empty(i)) {
                 seq.cells[i].pos = cells.pos_get(i);
+                if (params.scorer == LLAMA_KV_SCORER_RECENCY) {
+                    seq.cells[i].score = score_init(seq.cells[i].pos);
+                }
             }
         }
 
@@ -178,6 +182,8 @@ bool llama_kv_evict::update(llama_context & lctx) {
         }
 
         const int64_t t_start_us = ggml_time_us();
+
+        const auto meta = cells.cp(seq.from);
 
         auto * sched = lctx.get_sched();
         ggml_backend_sched_reset(sched);
@@ -214,7 +220,7 @@ bool llama_kv_evict::update(llama_context & lctx) {
         updated = true;
 
         if (ok) {
-            moved(s);
+            moved(s, meta);
         } else {
             LLAMA_LOG_ERROR("%s: failed to move %zu cells of stream %u, they stay where they are\n", __func__, seq.from.size(), s);
         }
@@ -227,4 +233,7 @@ bool llama_kv_evict::update(llama_context & lctx) {
     }
 
     return updated;
+} catch (const std::exception & err) {
+    LLAMA_LOG_ERROR("%s: nothing is moved: %s\n", __func__, err.what());
+    return true;
 }

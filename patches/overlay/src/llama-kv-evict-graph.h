@@ -4,9 +4,6 @@
 
 #include "llama-graph.h"
 
-struct llama_kv_evict;
-
-class llama_kv_cache;
 class llama_kv_cache_context;
 
 // After the attention of layer il: add its mass to the rows of the scored queries.

@@ -13,15 +13,18 @@
 // attention cost is padded to this many cells (llama_kv_cache::get_n_kv)
 static constexpr uint32_t n_kv_pad = 256;
 
+// a share of a prompt that has not ended yet
+static constexpr uint32_t n_budget_open = std::numeric_limits<int32_t>::max();
+
 llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params & params) :
-        kv(kv), params(params), n_rows(std::max(1u, params.n_window)) {
+        kv(kv), params(params), n_recent(std::max(1u, params.n_recent)), n_rows(std::max(1u, params.n_window)) {
     hooked.resize(kv.hparams.n_layer_all, false);
     coef  .resize(kv.hparams.n_layer_all, 0.0f);
 
     seqs.resize(kv.n_stream);
     for (auto & seq : seqs) {
         seq.cells.resize(kv.get_size());
-        seq.n_budget = params.budget_share > 0.0f ? std::numeric_limits<uint32_t>::max() : params.n_budget;
+        seq.n_budget = params.budget_share > 0.0f ? n_budget_open : params.n_budget;
     }
 
     if (scores_attention()) {
@@ -76,7 +79,11 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
 
     // pending stream copies: the scores go with the cells
     for (size_t i = 0; i < kv.sc_info.ssrc.size(); ++i) {
-        seqs[kv.sc_info.sdst[i]] = seqs[kv.sc_info.ssrc[i]];
+        auto & dst = seqs[kv.sc_info.sdst[i]];
+
+        const int32_t n_prompt = dst.n_prompt; // announced for the tokens after the copy
+        dst = seqs[kv.sc_info.ssrc[i]];
+        dst.n_prompt = n_prompt;
     }
 
     const auto is_empty = [](const llama_kv_cells & cells) { return cells.get_used() == 0; };
@@ -92,11 +99,18 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
         }
     }
 
+    // the tokens of an image under M-RoPE share one position
+    const bool is_image = kv.hparams.n_pos_per_embd() > 1 && !batch.token;
+
     for (uint32_t s = 0; s < seqs.size(); ++s) {
         if (!pos[s].empty()) {
             begin_seq(s, pos[s]);
         }
+        if (is_image) {
+            seqs[s].queries.clear();
+        }
     }
+    stats.n_tokens += batch.n_tokens;
 } catch (const std::exception & err) {
     LLAMA_LOG_ERROR("%s: nothing is evicted: %s\n", __func__, err.what());
 }
@@ -105,7 +119,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
     auto & seq = seqs[s];
 
     const uint32_t n_new  = pos.size();
-    const uint32_t n_used = kv.v_cells[s].get_used();
+    const uint32_t n_used = kv.v_cells[s].seq_pos_get(s).size();
 
     seq.p0 = pos.front();
     seq.p1 = pos.back() + 1;
@@ -119,10 +133,6 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         // the prompt's last n_window tokens are scored; they may stand in several batches
         const size_t n_left = seq.n_prompt > 0 ? seq.n_prompt : n_new;
         score(s, pos, n_left - std::min<size_t>(n_left, params.n_window), std::min<size_t>(n_left, n_new));
-
-        if (seq.n_prompt > 0) {
-            seq.n_prompt -= std::min<int32_t>(seq.n_prompt, n_new);
-        }
     } else if (seq.phase_cur == PHASE_PROMPT) {
         seq.phase_cur  = PHASE_FIRST;
         seq.n_unscored = 0;
@@ -132,7 +142,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         }
 
         if (params.budget_share > 0.0f) {
-            const uint32_t n_min = n_protected(0, 0) + params.n_recent + params.n_refresh;
+            const uint32_t n_min = n_protected(0, 0) + n_recent + params.n_refresh;
             seq.n_budget = std::max(n_min, (uint32_t) (params.budget_share*n_used));
         }
 
@@ -143,7 +153,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         cut(s, n_new);
 
         // a cut should see a fresh row: score when the next step has to cut
-        const bool is_full = kv.v_cells[s].get_used() + 2*n_new > seq.n_budget;
+        const bool is_full = kv.v_cells[s].seq_pos_get(s).size() + 2*n_new > seq.n_budget;
         if (!params.frozen && (++seq.n_unscored >= params.n_refresh || is_full)) {
             seq.n_unscored = 0;
             score(s, pos, 0, 1);
@@ -179,10 +189,17 @@ void llama_kv_evict::settle(llama_context & lctx) {
     const int64_t t_start_us = ggml_time_us();
 
     for (uint32_t s = 0; s < seqs.size(); ++s) {
+        auto & seq = seqs[s];
+
+        // update() was not reached: the holes may be taken by now
+        seq.has_holes |= !seq.from.empty();
+        seq.from.clear();
+        seq.to.clear();
+
         take_rows(s, scan(s));
 
-        seqs[s].queries.clear();
-        seqs[s].p0 = seqs[s].p1 = 0;
+        seq.queries.clear();
+        seq.p0 = seq.p1 = 0;
     }
 
     stats.t_score_ms += 1e-3*(ggml_time_us() - t_start_us);
@@ -200,6 +217,9 @@ std::vector<bool> llama_kv_evict::scan(uint32_t s) {
 
     std::vector<bool> seen(n);
 
+    int n_old = 0;
+    int n_new = 0;
+
     for (uint32_t i = 0; i < n; ++i) {
         auto & cell = seq.cells[i];
 
@@ -214,6 +234,7 @@ std::vector<bool> llama_kv_evict::scan(uint32_t s) {
 
         if (cell.pos == pos && cell.tok == tok) {
             seen[i] = true;
+            n_old++;
             continue;
         }
 
@@ -236,7 +257,17 @@ std::vector<bool> llama_kv_evict::scan(uint32_t s) {
         seq.window.erase(std::remove_if(seq.window.begin(), seq.window.end(), is_gone), seq.window.end());
 
         seen[i] = is_new;
-        stats.n_tokens += is_new;
+        n_new += is_new;
+    }
+
+    if (n_old == 0) {
+        // other contents were loaded, or these are the first
+        seq.phase_cur = PHASE_PROMPT;
+        seq.window.clear();
+    }
+
+    if (seq.n_prompt > 0 && seq.phase_cur == PHASE_PROMPT) {
+        seq.n_prompt = std::max(0, seq.n_prompt - n_new);
     }
 
     return seen;
@@ -244,6 +275,10 @@ std::vector<bool> llama_kv_evict::scan(uint32_t s) {
 
 void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
     auto & seq = seqs[s];
+
+    if (seq.queries.empty()) {
+        return;
+    }
 
     const uint32_t n = seq.n_cells;
 
@@ -388,7 +423,7 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_new) {
 
     const auto & cells = kv.v_cells[s];
 
-    const uint32_t n_used = cells.get_used();
+    const uint32_t n_used = cells.seq_pos_get(s).size();
 
     if (params.scorer == LLAMA_KV_SCORER_NONE || n_used + n_new <= seq.n_budget) {
         return;
@@ -396,30 +431,30 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_new) {
 
     const int64_t t_start_us = ggml_time_us();
 
-    const llama_pos pos_recent = cells.seq_pos_max(s) + 1 - (llama_pos) params.n_recent;
+    const llama_pos pos_recent = cells.seq_pos_max(s) + 1 - (llama_pos) n_recent;
 
-    const auto rank = [&](uint32_t i) {
-        const auto & cell = seq.cells[i];
-        const bool outranks = params.frozen && cell.generated; // the oldest of them first
-        return std::make_tuple(outranks, outranks ? 0.0f : cell.score, cell.pos);
-    };
-
-    std::vector<uint32_t> idxs;
+    // generated tokens outrank the prompt if the ranking is frozen, the oldest of them leaves first; then score, then position
+    std::vector<std::tuple<bool, float, llama_pos, uint32_t>> ranks;
     for (const auto & [pos, i] : cells.seq_pos_get(s)) {
-        // the cells of an image under M-RoPE share one position, they stay together
+        // the cells of an image under M-RoPE stay together
         const bool is_image = kv.hparams.n_pos_per_embd() > 1 && cells.ext_get(i).tok == LLAMA_TOKEN_NULL;
 
         if (pos < pos_recent && !is_protected(pos) && !is_image) {
-            idxs.push_back(i);
+            const bool outranks = params.frozen && seq.cells[i].generated;
+            ranks.emplace_back(outranks, outranks ? 0.0f : seq.cells[i].score, pos, i);
         }
     }
 
     // down to n_budget after n_refresh more tokens
     const uint32_t n_target = seq.n_budget - std::min(seq.n_budget, std::max(params.n_refresh, n_new));
-    const uint32_t n_cut    = std::min<uint32_t>(idxs.size(), n_used - std::min(n_used, n_target));
+    const uint32_t n_cut    = std::min<uint32_t>(ranks.size(), n_used - std::min(n_used, n_target));
 
-    std::nth_element(idxs.begin(), idxs.begin() + n_cut, idxs.end(), [&](uint32_t a, uint32_t b) { return rank(a) < rank(b); });
-    idxs.resize(n_cut);
+    std::nth_element(ranks.begin(), ranks.begin() + n_cut, ranks.end());
+
+    std::vector<uint32_t> idxs(n_cut);
+    for (uint32_t k = 0; k < n_cut; ++k) {
+        idxs[k] = std::get<3>(ranks[k]);
+    }
 
     remove(s, idxs);
 
@@ -427,6 +462,7 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_new) {
 }
 
 // by index: one seq_rm per position would scan all cells each time
+// the next scan sees that they are gone
 void llama_kv_evict::remove(uint32_t s, const std::vector<uint32_t> & idxs) {
     if (idxs.empty()) {
         return;
@@ -435,13 +471,6 @@ void llama_kv_evict::remove(uint32_t s, const std::vector<uint32_t> & idxs) {
     for (const uint32_t i : idxs) {
         kv.v_cells[s].seq_rm(i, s);
         kv.v_heads[s] = std::min(kv.v_heads[s], i);
-
-        seqs[s].cells[i] = {};
-        for (auto & row : seqs[s].window) {
-            if (i < row.mass.size()) {
-                row.mass[i] = 0.0f;
-            }
-        }
     }
 
     seqs[s].has_holes = true;
@@ -489,7 +518,8 @@ void llama_kv_evict::plan(uint32_t s) {
     seq.has_holes = false;
 
     const uint32_t n_end  = cells.used_max_p1();
-    const uint32_t n_keep = std::max(params.scorer == LLAMA_KV_SCORER_NONE ? 0 : seq.n_budget, cells.get_used());
+    const bool     is_open = params.scorer == LLAMA_KV_SCORER_NONE || seq.n_budget == n_budget_open;
+    const uint32_t n_keep  = std::max(is_open ? 0 : seq.n_budget, cells.get_used());
 
     if (n_keep >= n_end || GGML_PAD(n_end, n_kv_pad) == GGML_PAD(n_keep, n_kv_pad)) {
         return; // nothing to gain
@@ -511,11 +541,10 @@ bool llama_kv_evict::has_moves() const {
 }
 
 // the data has moved: now what is known about the cells
-void llama_kv_evict::moved(uint32_t s) {
+void llama_kv_evict::moved(uint32_t s, const llama_kv_cells & meta) {
     auto & seq   = seqs[s];
     auto & cells = kv.v_cells[s];
 
-    const auto meta = cells.cp(seq.from);
     for (const uint32_t i : seq.from) {
         cells.rm(i);
     }
@@ -551,7 +580,8 @@ bool llama_kv_evict::protect(llama_pos p0, llama_pos p1) {
         return false;
     }
 
-    if (params.budget_share <= 0.0f && n_protected(p0, p1) + params.n_recent + params.n_refresh > params.n_budget) {
+    const bool is_limited = params.scorer != LLAMA_KV_SCORER_NONE && params.budget_share <= 0.0f;
+    if (is_limited && n_protected(p0, p1) + n_recent + params.n_refresh > params.n_budget) {
         return false;
     }
 
@@ -560,10 +590,8 @@ bool llama_kv_evict::protect(llama_pos p0, llama_pos p1) {
     return true;
 }
 
-bool llama_kv_evict::prompt(llama_seq_id seq_id, int32_t n_tokens) {
-    if (seq_id < 0 || (size_t) seq_id >= seqs.size()) {
-        return false;
-    }
+bool llama_kv_evict::prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens) {
+    settle(lctx); // the tokens of the last batch belong to the last announcement
 
     seqs[seq_id].n_prompt = std::max(-1, n_tokens);
 
@@ -604,6 +632,7 @@ int32_t llama_kv_evict::keep(llama_context & lctx, llama_seq_id seq_id, std::vec
     }
 
     remove(seq_id, idxs);
+    scan(seq_id);
 
     return idxs.size();
 }

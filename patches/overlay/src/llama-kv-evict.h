@@ -47,6 +47,7 @@
 #include <vector>
 
 class llama_kv_cache;
+class llama_kv_cells;
 
 struct llama_kv_evict {
     llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params & params);
@@ -97,10 +98,11 @@ struct llama_kv_evict {
     static llama_kv_evict * get(llama_context & ctx);
 
     // attach an engine to the context; returns a message, empty on success
-    static std::string attach(llama_context & ctx, const llama_kv_evict_params & params);
+    static std::string attach(llama_context & ctx, llama_kv_evict_params params);
 
     bool protect(llama_pos p0, llama_pos p1);
-    bool prompt (llama_seq_id seq_id, int32_t n_tokens);
+
+    bool prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens);
 
     std::vector<llama_kv_evict_cell> cells(llama_context & lctx, llama_seq_id seq_id);
 
@@ -110,6 +112,7 @@ struct llama_kv_evict {
 
 private:
     static std::string refuse(llama_context & ctx, llama_kv_cache * kv);
+    static std::string probe (const llama_kv_cache & kv, llama_kv_evict_params & params);
 
     void alloc_rows();
     void set_coef();
@@ -173,7 +176,7 @@ private:
     void cut      (uint32_t s, uint32_t n_new);
     void plan     (uint32_t s);
     void remove   (uint32_t s, const std::vector<uint32_t> & idxs);
-    void moved    (uint32_t s);
+    void moved    (uint32_t s, const llama_kv_cells & meta);
 
     bool  is_protected(llama_pos pos) const;
     float score_init  (llama_pos pos) const;
@@ -184,7 +187,8 @@ private:
 
     const llama_kv_evict_params params;
 
-    const uint32_t n_rows; // rows per stream
+    const uint32_t n_recent; // at least 1: decode continues at the newest position
+    const uint32_t n_rows;   // rows per stream
 
     std::vector<seq_state> seqs; // [n_stream], a sequence has its own stream
 

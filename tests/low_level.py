@@ -1,0 +1,51 @@
+"""llama.cpp's own calls on a context with an engine: what a user of the C interface does."""
+
+from __future__ import annotations
+
+import llama_cpp as lc
+import numpy as np
+
+from pyinertia import KVPolicy, _native
+
+
+class Context:
+    """A context for n_seq sequences with an engine attached."""
+
+    def __init__(self, model, policy: KVPolicy, n_seq: int = 1, unified: bool = False) -> None:
+        self.policy = policy
+        params = lc.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = 512 * n_seq, n_seq, unified
+        params.n_threads = params.n_threads_batch = 1
+        params.type_k = params.type_v = 0  # f32: batched and alone agree but for rounding
+        self.ctx = lc.llama_init_from_model(model, params)
+        self.n_past = [0] * n_seq
+        self.refusal = _native.attach(self.ctx, policy, True)
+
+    def announce(self, seq_id: int, n_tokens: int) -> None:
+        _native.prompt(self.ctx, seq_id, n_tokens)
+
+    def decode(self, ids: dict[int, list[int]], expected: int = 0) -> None:
+        n = sum(map(len, ids.values()))
+        batch = lc.llama_batch_init(n, 0, 1)
+        for seq_id, values in ids.items():
+            for token in values:
+                i = batch.n_tokens
+                batch.token[i], batch.pos[i] = token, self.n_past[seq_id]
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq_id
+                batch.logits[i] = True
+                batch.n_tokens += 1
+                self.n_past[seq_id] += 1
+        assert lc.llama_decode(self.ctx, batch) == expected
+        lc.llama_batch_free(batch)
+        if expected:
+            for seq_id, values in ids.items():
+                self.n_past[seq_id] -= len(values)
+
+    def cells(self, seq_id: int) -> np.ndarray:
+        return _native.cells(self.ctx, seq_id)
+
+    def positions(self, seq_id: int = 0) -> list[int]:
+        return self.cells(seq_id)["pos"].tolist()
+
+    def stats(self) -> dict:
+        return _native.stats(self.ctx)
