@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -54,10 +56,30 @@ def test_readme_policy_table_is_the_presets():
     assert not beyond or beyond[0][0] not in POLICIES
 
 
-def test_readme_shows_the_real_signature():
-    text = README.read_text(encoding="utf-8")
-    for name in ("kv_policy", "kv_budget", "kv_cells", "kv_stats", "kv_evict"):
-        assert name in text
+def test_readme_example_calls_what_exists():
+    import llama_cpp
+
+    example = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+    nodes = list(ast.walk(ast.parse(example)))
+    assert len(example.splitlines()) <= 12
+    (call,) = (n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "Llama")
+    known = {
+        name
+        for cls in (pyinertia.Llama, llama_cpp.Llama)
+        for name in inspect.signature(cls.__init__).parameters
+    }
+    assert {keyword.arg for keyword in call.keywords} <= known
+    used = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "llm"}
+    assert {"kv_stats", "kv_cells"} <= used
+    assert all(hasattr(pyinertia.Llama, name) for name in used)
+
+
+def test_readme_numbers_name_their_command():
+    section = README.read_text(encoding="utf-8").partition("## Measured")[2].partition("\n## ")[0]
+    assert "scripts/bench.py" in section
+    assert "tests/test_retrieval.py" in section
+    rows = [line.split("|")[1].strip().strip("`") for line in section.splitlines() if "|" in line]
+    assert {"inertiakv", "inertiakv-lazy", "score-free"} <= set(rows)
 
 
 def test_pin_is_the_vendored_one():
