@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from difflib import get_close_matches
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,27 @@ class Llama(llama_cpp.Llama):
             raise
         # the native context is padded to 256 positions, input_ids is not
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
+        self._check_adapter()
+        self._warn_budget()
         self._attach()
+
+    def _check_adapter(self) -> None:
+        # the parent compares the null pointer with None and would use it
+        if self.lora_path and not self._lora_adapter:
+            self._lora_adapter = None
+            self.close()
+            msg = f"lora_path={self.lora_path!r} is not a LoRA adapter for this model"
+            raise ModelError(msg)
+
+    def _warn_budget(self) -> None:
+        budget = self.kv_policy.n_budget
+        if self.kv_policy.evicts and isinstance(budget, int) and budget >= self._n_ctx:
+            warnings.warn(
+                f"a KV budget of {budget} cells is never reached in n_ctx={self._n_ctx}; "
+                "pass a smaller kv_budget, or a larger n_ctx",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _attach(self) -> None:
         self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact)
@@ -132,7 +153,9 @@ class Llama(llama_cpp.Llama):
         Returns:
             Structured array [n_resident] with fields pos (int32) and score (float32), by position.
         """
-        cells = _native.cells(self._kv_ctx(), seq_id)
+        ctx = self._kv_ctx()
+        known = isinstance(seq_id, Integral) and 0 <= seq_id < 2**31
+        cells = _native.cells(ctx, int(seq_id)) if known else None
         if cells is None:
             msg = f"seq_id={seq_id!r}: this context has no such sequence; use 0"
             raise ValueError(msg)
@@ -169,13 +192,16 @@ class Llama(llama_cpp.Llama):
         return _native.keep(ctx, 0, np.unique(listed).astype(np.int32))
 
     def _kv_ctx(self) -> int:
-        if self._ctx.ctx is None:
-            msg = "this Llama is closed"
-            raise ValueError(msg)
+        self._check_open()
         if self._kv_refusal:
             msg = f"this context has no eviction engine: {self._kv_refusal}"
             raise PolicyError(msg)
         return self.ctx
+
+    def _check_open(self) -> None:
+        if self._ctx.ctx is None:
+            msg = "this Llama is closed"
+            raise ValueError(msg)
 
     # what the parent does, with the engine told
 
@@ -188,6 +214,7 @@ class Llama(llama_cpp.Llama):
         Raises:
             ValueError: There is no room for them in n_ctx; nothing is evaluated then.
         """
+        self._check_open()
         self._check_room(self.n_tokens + len(tokens))
         if not self._kv_refusal:
             phase = self._kv_phase
@@ -204,6 +231,8 @@ class Llama(llama_cpp.Llama):
         Raises:
             ValueError: The prompt is empty or longer than n_ctx; the cache stays as it is.
         """
+        self._check_open()
+        tokens = list(tokens)
         call = inspect.signature(super().generate).bind(tokens, *args, **kwargs)
         reset = call.arguments.get("reset", True)
         if not len(tokens) and (reset or self._requires_eval):
@@ -215,6 +244,7 @@ class Llama(llama_cpp.Llama):
         phase, reply = _PROMPT, None
         with closing(super().generate(tokens, *args, **kwargs)) as stream:
             while True:
+                self._check_open()
                 # a draft model sends several tokens per decode step, so sizes do not tell
                 self._kv_phase = phase
                 try:
@@ -229,16 +259,32 @@ class Llama(llama_cpp.Llama):
     def reset(self) -> None:
         """Forget all tokens; the cells of the sequence leave at once."""
         super().reset()  # type: ignore[no-untyped-call]
-        if not self._kv_refusal:
+        if self._ctx.ctx is not None and not self._kv_refusal:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Restore a saved state. Cells that were evicted stay so, scores start again."""
+        """Restore a saved state. Cells that were evicted stay so, scores start again.
+
+        Raises:
+            ValueError: The state holds more tokens than n_ctx; the cache stays as it is.
+        """
+        self._check_open()
+        self._check_room(state.n_tokens)
+        ids = self.input_ids
         try:
             super().load_state(state)
         except Exception:
             self.reset()
             raise
+        finally:  # the parent takes the state's array, which may be of another n_ctx
+            if self.input_ids is not ids:
+                ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
+                self.input_ids = ids
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """Save tokens and cells; the scores are not part of it."""
+        self._check_open()
+        return super().save_state()
 
     def _kv_reusable(self, tokens: Sequence[int]) -> bool:
         # the engine knows which positions are resident, whatever happened to n_tokens since

@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from pyinertia.errors import PolicyError
 
 # name -> value of enum llama_kv_scorer / llama_kv_aggregation; another one is one line here
@@ -56,7 +58,8 @@ class KVPolicy:
             late ones. None means 0.042^(1/L), which is 0.9 at 30 layers. Fixed by beta under
             "coupled".
         n_budget: Most cells a sequence holds once it was cut, the incoming token's included. A
-            float in (0, 1) is a share of the prompt. A multiple of 256 pays.
+            float in (0, 1) is a share of the prompt, but never less than what must stay and
+            n_refresh. A multiple of 256 pays.
         n_sink: First positions, never evicted.
         n_recent: Newest positions, never evicted.
         n_window: Last prompt queries that take part in the first ranking (the observation window
@@ -168,7 +171,8 @@ def _count(name: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
 
 def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not holds(value):
+    # the engine computes in float32, where a value may round out of the range
+    if not real or not math.isfinite(value) or not holds(float(np.float32(value))):
         msg = f"KVPolicy({name}={value!r}): {name} must be {allowed}"
         raise PolicyError(msg)
     return float(value)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pyinertia import KVPolicy, Llama, _native
 
-pytestmark = pytest.mark.filterwarnings("ignore:a KV budget")
 TOKENS = np.random.default_rng(0).integers(0, 256, 1000).tolist()
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from low_level import Context
 
-from pyinertia import KVPolicy
+from pyinertia import KVPolicy, _native
 
 BUDGET = 48
 POLICY = KVPolicy(n_budget=BUDGET, n_sink=2, n_recent=8, n_window=8, n_pool=3)
@@ -144,3 +144,31 @@ def test_a_snapshot_in_another_sequence_costs_no_cells(context):
     steps(context, 10)
     assert len(context.positions()) == BUDGET
     assert len(set(kept) & set(context.positions())) > BUDGET - 15
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scorer", 99),
+        ("aggregation", -1),
+        ("beta", float("nan")),
+        ("lambda_", 2.0),
+        ("budget_share", 1.5),
+        ("n_pool", 4),
+        ("n_window", 2**32 - 1),
+        ("n_refresh", 0),
+        ("n_budget", 10),
+        ("n_sink", 2**31),
+    ],
+)
+def test_bad_parameters_leave_the_engine_that_is_there(context, field, value):
+    context.decode({0: TOKENS[:150]})
+    steps(context, 5)
+    kept = context.positions()
+    params, text = _native.make_params(POLICY, True), ctypes.create_string_buffer(200)
+    setattr(params, field, value)
+    assert not _native.load().llama_kv_evict_attach(context.ctx, params, text, len(text))
+    assert text.value.decode().startswith("a count" if field == "n_sink" else field.rstrip("_"))
+    assert context.positions() == kept
+    steps(context, 5)
+    assert len(context.positions()) == BUDGET

@@ -15,9 +15,7 @@ import tiny_models
 from helpers import HolesLlama, logits, positions
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from pyinertia import POLICIES, KVPolicy, Llama, PolicyError
-
-pytestmark = pytest.mark.filterwarnings("ignore:a KV budget")
+from pyinertia import POLICIES, KVPolicy, Llama, ModelError, PolicyError
 
 BUDGET = 40
 POLICY = KVPolicy(n_budget=BUDGET, n_sink=2, n_recent=8, n_window=4, n_pool=1)
@@ -339,13 +337,6 @@ def test_a_logits_processor_decides(real):
 # the edges
 
 
-def test_a_closed_llama_says_so(tiny):
-    llm = load(tiny)
-    llm.close()
-    with pytest.raises(ValueError, match="closed"):
-        llm.kv_cells()
-
-
 def test_models_without_cells_work_without_a_policy(tmp_path):
     bert = load(tiny_models.write_bert(tmp_path / "bert.gguf"), embedding=True)
     vector = bert.create_embedding("some text")["data"][0]["embedding"]
@@ -356,3 +347,65 @@ def test_models_without_cells_work_without_a_policy(tmp_path):
         for call in (llm.kv_cells, llm.kv_stats, lambda llm=llm: llm.kv_evict([])):
             with pytest.raises(PolicyError, match="no eviction engine"):
                 call()
+
+
+# what goes wrong
+
+
+def test_a_closed_llama_says_so(tiny):
+    llm = load(tiny, kv_policy=POLICY)
+    llm.eval(TOKENS[:20])
+    state, stream = llm.save_state(), llm.generate(TOKENS[:30])
+    next(stream)
+    llm.close()
+    llm.close()
+    llm.reset()
+    for call in (
+        lambda: llm.eval([1]),
+        lambda: next(llm.generate([1])),
+        lambda: next(stream),
+        llm.save_state,
+        lambda: llm.load_state(state),
+        llm.kv_cells,
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("policy", [None, POLICY])
+def test_a_wrong_adapter_is_refused(tiny, policy):
+    with pytest.raises(ModelError, match="lora_path"):
+        load(tiny, kv_policy=policy, lora_path=str(tiny))
+
+
+def test_a_state_of_another_context_size(tiny):
+    small, large = load(tiny, n_ctx=256), load(tiny, n_ctx=1024, kv_policy=POLICY)
+    small.eval(TOKENS[:200])
+    large.load_state(small.save_state())
+    assert positions(large) == list(range(200))
+    large.reset()
+    large.eval(TOKENS * 2)  # 800 tokens: the context is as large as before
+    with pytest.raises(ValueError, match="800 tokens exceed the context window of 256"):
+        small.load_state(large.save_state())
+    small.eval(TOKENS[200:210])
+    assert positions(small) == list(range(210))
+
+
+def test_a_share_stays_a_share_over_turns(tiny):
+    llm = load(tiny, n_ctx=1024, kv_policy=POLICY, kv_budget=0.25)
+    prompt = TOKENS[:300]
+    for _ in range(3):
+        take(llm, prompt, 12)
+        assert abs(len(positions(llm)) - len(prompt) // 4) <= 1
+        prompt = llm._input_ids.tolist() + TOKENS[300:340]
+
+
+def test_a_budget_that_is_never_reached_is_said(tiny):
+    with pytest.warns(UserWarning, match="a KV budget of 512 cells is never reached in n_ctx=512"):
+        load(tiny, kv_policy="inertiakv", kv_budget=512)
+
+
+@pytest.mark.parametrize("seq_id", [1, -1, 2**32, "0", None, 0.5])
+def test_cells_of_no_sequence(tiny, seq_id):
+    with pytest.raises(ValueError, match="no such sequence"):
+        load(tiny).kv_cells(seq_id)

@@ -219,3 +219,9 @@ def test_something_else_is_a_type_error(bad):
 def test_an_override_without_eviction_is_a_type_error(policy, override):
     with pytest.raises(TypeError, match="need a policy that evicts"):
         resolve_policy(policy, **override)
+
+
+@pytest.mark.parametrize("field", [{"beta": 1 - 1e-9}, {"n_budget": 1 - 1e-9}, {"lambda_": 1e-46}])
+def test_values_that_round_out_of_range(field):
+    with pytest.raises(PolicyError, match=next(iter(field))):
+        KVPolicy(**field)

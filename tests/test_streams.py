@@ -83,6 +83,23 @@ def test_a_copied_sequence_takes_its_scores_along(model):
     lc.llama_free(context.ctx)
 
 
+def test_a_moved_sequence_takes_its_scores_along(model, alone):
+    """Copy, then remove the source before the next batch."""
+    context = Context(model, POLICY, n_seq=2)
+    context.decode({0: PROMPTS[0]})
+    for token in STEPS[0][:30]:
+        context.decode({0: [token]})
+    memory = lc.llama_get_memory(context.ctx)
+    lc.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+    lc.llama_memory_seq_rm(memory, 0, -1, -1)
+    context.n_past[1] = context.n_past[0]
+    for token in STEPS[0][30:]:
+        context.decode({1: [token]})
+    assert context.cells(1)["pos"].tolist() == alone[0]["pos"].tolist()
+    np.testing.assert_allclose(context.cells(1)["score"], alone[0]["score"], rtol=1e-3, atol=1e-7)
+    lc.llama_free(context.ctx)
+
+
 def test_a_copied_prefix_does_not_end_an_announced_prompt(model):
     context = Context(model, POLICY, n_seq=2)
     context.announce(0, 60)

@@ -45,7 +45,7 @@ extern "C" {
         float    lambda;       // layer weights w_l ~ lambda^(L-1-l), in (0, 1]; 0 = 0.042^(1/L)
 
         uint32_t n_budget;     // most cells a sequence holds once cut, new ones included
-        float    budget_share; // if > 0: n_budget is this share of the prompt's cells, in (0, 1)
+        float    budget_share; // if > 0: n_budget is this share of the prompt's positions, in (0, 1), but never too small
 
         uint32_t n_sink;       // first positions, never evicted
         uint32_t n_recent;     // newest positions, never evicted

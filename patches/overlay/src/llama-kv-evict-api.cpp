@@ -48,6 +48,12 @@ static std::string check_params(const llama_kv_evict_params & p) {
         return format("n_window = %u, it has to be at most 512", p.n_window);
     }
 
+    for (const uint32_t n : { p.n_budget, p.n_sink, p.n_recent, p.n_refresh }) {
+        if (n > INT32_MAX) {
+            return format("a count is %u, it has to be at most %d", n, INT32_MAX);
+        }
+    }
+
     const uint64_t n_min = (uint64_t) p.n_sink + std::max(1u, p.n_recent) + p.n_refresh;
     if (p.scorer != LLAMA_KV_SCORER_NONE && p.budget_share == 0.0f && p.n_budget < n_min) {
         return format("n_budget = %u, it has to be at least n_sink + n_recent + n_refresh = %llu", p.n_budget, (unsigned long long) n_min);

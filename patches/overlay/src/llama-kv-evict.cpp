@@ -77,14 +77,7 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
 
     settle(lctx);
 
-    // pending stream copies: the scores go with the cells
-    for (size_t i = 0; i < kv.sc_info.ssrc.size(); ++i) {
-        auto & dst = seqs[kv.sc_info.sdst[i]];
-
-        const int32_t n_prompt = dst.n_prompt; // announced for the tokens after the copy
-        dst = seqs[kv.sc_info.ssrc[i]];
-        dst.n_prompt = n_prompt;
-    }
+    n_copied = 0; // the cache is about to apply its pending copies
 
     const auto is_empty = [](const llama_kv_cells & cells) { return cells.get_used() == 0; };
     if (std::all_of(kv.v_cells.begin(), kv.v_cells.end(), is_empty)) {
@@ -142,8 +135,10 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         }
 
         if (params.budget_share > 0.0f) {
-            const uint32_t n_min = n_protected(0, 0) + n_recent + params.n_refresh;
-            seq.n_budget = std::max(n_min, (uint32_t) (params.budget_share*n_used));
+            // all of its positions, also those that have left
+            const llama_pos n_pos = kv.v_cells[s].seq_pos_max(s) + 1;
+            const uint64_t  n_min = (uint64_t) n_protected(0, 0, n_pos) + n_recent + params.n_refresh;
+            seq.n_budget = std::min<uint64_t>(n_budget_open, std::max<uint64_t>(n_min, params.budget_share*n_pos));
         }
 
         score(s, pos, 0, 1);
@@ -187,6 +182,15 @@ void llama_kv_evict::settle(llama_context & lctx) {
     }
 
     const int64_t t_start_us = ggml_time_us();
+
+    // pending stream copies: what was known of the source at that time, its last rows included, goes with the cells
+    for (; n_copied < kv.sc_info.ssrc.size(); ++n_copied) {
+        auto & dst = seqs[kv.sc_info.sdst[n_copied]];
+
+        const int32_t n_prompt = dst.n_prompt; // announced for the tokens after the copy
+        dst = seqs[kv.sc_info.ssrc[n_copied]];
+        dst.n_prompt = n_prompt;
+    }
 
     for (uint32_t s = 0; s < seqs.size(); ++s) {
         auto & seq = seqs[s];
@@ -485,8 +489,8 @@ bool llama_kv_evict::is_protected(llama_pos pos) const {
     return pos < (llama_pos) params.n_sink || std::any_of(ranges.begin(), ranges.end(), has);
 }
 
-// number of positions that never leave, with [p0, p1) added
-uint32_t llama_kv_evict::n_protected(llama_pos p0, llama_pos p1) const {
+// number of positions below n_pos that never leave, with [p0, p1) added
+uint32_t llama_kv_evict::n_protected(llama_pos p0, llama_pos p1, llama_pos n_pos) const {
     auto all = ranges;
     all.emplace_back(0, params.n_sink);
     all.emplace_back(p0, p1);
@@ -495,7 +499,7 @@ uint32_t llama_kv_evict::n_protected(llama_pos p0, llama_pos p1) const {
     uint32_t  res = 0;
     llama_pos end = 0;
     for (const auto & range : all) {
-        res += std::max(0, range.second - std::max(end, range.first));
+        res += std::max(0, std::min(n_pos, range.second) - std::max(end, range.first));
         end  = std::max(end, range.second);
     }
 
@@ -581,7 +585,7 @@ bool llama_kv_evict::protect(llama_pos p0, llama_pos p1) {
     }
 
     const bool is_limited = params.scorer != LLAMA_KV_SCORER_NONE && params.budget_share <= 0.0f;
-    if (is_limited && n_protected(p0, p1) + n_recent + params.n_refresh > params.n_budget) {
+    if (is_limited && (uint64_t) n_protected(p0, p1, n_budget_open) + n_recent + params.n_refresh > params.n_budget) {
         return false;
     }
 

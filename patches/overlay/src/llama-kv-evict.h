@@ -181,7 +181,7 @@ private:
     bool  is_protected(llama_pos pos) const;
     float score_init  (llama_pos pos) const;
 
-    uint32_t n_protected(llama_pos p0, llama_pos p1) const;
+    uint32_t n_protected(llama_pos p0, llama_pos p1, llama_pos n_pos) const;
 
     llama_kv_cache & kv;
 
@@ -191,6 +191,8 @@ private:
     const uint32_t n_rows;   // rows per stream
 
     std::vector<seq_state> seqs; // [n_stream], a sequence has its own stream
+
+    size_t n_copied = 0; // pending stream copies that have been taken over
 
     std::vector<std::pair<llama_pos, llama_pos>> ranges; // protected
 
