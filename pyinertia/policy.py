@@ -40,9 +40,10 @@ class KVPolicy:
 
     With a[l,t,c] the probability that query t puts on cell c in layer l, averaged over query
     heads, a query's row over all L layers is m[t,c] = sum_l w_l a[l,t,c], with w_l proportional to
-    lambda^(L-1-l). The first ranking is max(m) over the last `n_window` prompt queries and the
-    first decode query, averaged over `n_pool` neighbouring positions. From then on every scored
-    query updates it by `aggregation`. The lowest cells leave, in all layers at once.
+    lambda^(L-1-l). The first ranking is max(m), or sum(m) under "sum", over the last `n_window`
+    prompt queries and the first decode query, averaged over `n_pool` neighbouring positions. From
+    then on every scored query updates it by `aggregation`. The lowest cells leave, in all layers at
+    once.
 
     Attributes:
         scorer: What a cell is ranked by: "attention" (the above), "recency" (the oldest leaves

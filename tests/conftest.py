@@ -8,6 +8,7 @@ from pathlib import Path
 
 import bootstrap
 import pytest
+import tiny_models
 
 import pyinertia  # noqa: F401 - first, so that every `import llama_cpp` gets our library
 
@@ -74,3 +75,14 @@ def smollm2() -> Path:
 def gemma3() -> Path:
     """Gemma 3 270M Q4_K_M: most layers have a sliding window."""
     return bootstrap.gemma3()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory):
+    """A random-weight Llama, loaded through llama.cpp's own calls."""
+    import llama_cpp as lc
+
+    path = tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
+    model = lc.llama_model_load_from_file(str(path).encode(), lc.llama_model_default_params())
+    yield model
+    lc.llama_model_free(model)

@@ -21,6 +21,14 @@ def tokens(llm: Llama, n: int) -> list[int]:
     return llm.tokenize(text.encode()[: 8 * n])[:n]
 
 
+def play(llm: Llama, n_prompt: int, n_decode: int) -> None:
+    """Evaluate a prompt and then decode steps of one token."""
+    ids = tokens(llm, n_prompt + n_decode)
+    llm.eval(ids[:n_prompt])
+    for token in ids[n_prompt:]:
+        llm.eval([token])
+
+
 def logits(llm: Llama) -> np.ndarray:
     """The logits [n_vocab] of the last token."""
     return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy()

@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import stock
-from helpers import HolesLlama, kl, logits, positions, tokens
+from helpers import HolesLlama, kl, logits, play, positions, tokens
 
 from pyinertia import KVPolicy, Llama
 
@@ -161,10 +161,7 @@ def test_scores_follow_their_cells_through_moves(smollm2):
     for cls in (HolesLlama, Llama):
         policy = KVPolicy(n_budget=BUDGET, frozen=True)  # the first ranking stays
         llm = cls(smollm2, n_ctx=1024, n_threads=2, verbose=False, kv_policy=policy)
-        ids = tokens(llm, N_PROMPT + 3)
-        llm.eval(ids[:N_PROMPT])
-        for token in ids[N_PROMPT:]:
-            llm.eval([token])
+        play(llm, N_PROMPT, 3)
         runs.append((llm.kv_cells(), llm.kv_stats().n_moved))
     (holes, unmoved), (compacted, moved) = runs
     assert unmoved == 0 < moved
@@ -184,10 +181,7 @@ def test_new_tokens_are_not_the_first_to_leave(smollm2):
             kv_policy=policy,
             kv_budget=BUDGET,
         )
-        ids = tokens(llm, N_PROMPT + 200)
-        llm.eval(ids[:N_PROMPT])
-        for token in ids[N_PROMPT:]:
-            llm.eval([token])
+        play(llm, N_PROMPT, 200)
         pos = np.array(positions(llm))
         new = (pos >= N_PROMPT) & (pos < N_PROMPT + 200 - 32)
         assert new.sum() > 40, policy  # of 168; random keeps its share of the budget, 47
@@ -209,10 +203,7 @@ def test_every_cache_type_is_scored(smollm2, type_kv):
             kv_policy="score-free",
             kv_budget=BUDGET,
         )
-        ids = tokens(llm, N_PROMPT + 2)
-        llm.eval(ids[:N_PROMPT])
-        for token in ids[N_PROMPT:]:
-            llm.eval([token])
+        play(llm, N_PROMPT, 2)
         kept[kind] = set(positions(llm))
     common = len(kept[F32] & kept[type_kv]) / BUDGET
     assert common > (0.8 if type_kv == Q4_0 else 0.9)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import llama_cpp as lc
 import numpy as np
 import pytest
-import tiny_models
 from low_level import Context
 
 from pyinertia import KVPolicy, _native
@@ -16,14 +15,6 @@ from pyinertia import KVPolicy, _native
 BUDGET = 48
 POLICY = KVPolicy(n_budget=BUDGET, n_sink=2, n_recent=8, n_window=8, n_pool=3)
 TOKENS = np.random.default_rng(5).integers(0, 256, 600).tolist()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
-    model = lc.llama_model_load_from_file(str(path).encode(), lc.llama_model_default_params())
-    yield model
-    lc.llama_model_free(model)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import llama_cpp as lc
 import numpy as np
 import pytest
-import tiny_models
 from low_level import Context
 
 from pyinertia import KVPolicy
@@ -14,14 +13,6 @@ POLICY = KVPolicy(n_budget=48, n_sink=2, n_recent=8, n_window=8, n_pool=3)
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, 256, n).tolist() for n in (150, 90)]
 STEPS = [RNG.integers(0, 256, 60).tolist() for _ in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
-    model = lc.llama_model_load_from_file(str(path).encode(), lc.llama_model_default_params())
-    yield model
-    lc.llama_model_free(model)
 
 
 @pytest.fixture(scope="module")

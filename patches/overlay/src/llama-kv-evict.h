@@ -14,7 +14,7 @@
 // A score is one float per cell, shared by all layers:
 //
 //   row       m[t,c] = sum_l w_l mean_h softmax(q[t,h] . k[c])     w_l ~ lambda^(L-1-l), sum 1; L = scored layers
-//   first     s = pool(max over the last n_window prompt queries and the first decode query of m[t,c])
+//   first     s = pool(max over the last n_window prompt queries and the first decode query of m[t,c]); sum: their sum
 //   then      s <- beta s + (1 - beta) m                           or another rule of llama_kv_aggregation
 //
 // The rows are made by ggml_kv_mass inside the graph (llama-kv-evict-graph.h) and read back before the next batch;
