@@ -45,7 +45,9 @@ def enter() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - whoever comes with 3.9 is told so here
         raise BootstrapError(f"pyinertia needs Python 3.10 or newer, this is {sys.version}")
     if Path(sys.prefix).resolve() == VENV.resolve():
-        return install_requirements()
+        if install_requirements():  # only a new process finds all of what was installed
+            sys.exit(subprocess.call([sys.executable, *sys.argv]))
+        return
     python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not works(python):
         say("creating .venv")
@@ -69,8 +71,11 @@ def requirements(table: str) -> list[str]:
     return list(ast.literal_eval(found[1]))
 
 
-def install_requirements() -> None:
-    """Into the running .venv: llama_cpp without libraries, our requirements, this checkout."""
+def install_requirements() -> bool:
+    """Into the running .venv: llama_cpp without libraries, our requirements, this checkout.
+
+    Returns whether anything had to be installed.
+    """
     pin = pq.read_pin()
     wanted = [name for name in requirements("dependencies") if name != pin.requirement]
     wanted += requirements("test")
@@ -78,7 +83,7 @@ def install_requirements() -> None:
     stamp = VENV / ".pyinertia-stamp"
     state = hashlib.sha256(pq.PYPROJECT.read_bytes() + repr(wanted).encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == state:
-        return
+        return False
     say(f"installing {pin.requirement} (without its own libraries) and {', '.join(wanted)}")
     # A wheel without libraries must not get into pip's cache: other projects would be served it.
     pip("install", "--no-cache-dir", str(download(pin)), CMAKE_ARGS="-DLLAMA_BUILD=OFF")
@@ -88,6 +93,7 @@ def install_requirements() -> None:
     settings = [f"--config-settings={setting}" for setting in settings]
     pip("install", "--no-deps", "--no-build-isolation", *settings, "-e", str(ROOT))
     stamp.write_text(state)
+    return True
 
 
 def pip(*args: str, **env: str) -> None:
