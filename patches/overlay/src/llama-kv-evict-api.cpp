@@ -13,7 +13,7 @@
 
 #include "ggml-kv-evict.h"
 
-#include <cmath>
+#include <algorithm>
 #include <cstdio>
 #include <typeinfo>
 
