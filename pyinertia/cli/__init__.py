@@ -1,0 +1,20 @@
+"""The command `pyinertia`; a command that needs an extra imports it when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from pyinertia.cli import about
+
+app = typer.Typer(
+    help="llama.cpp with a KV cache that keeps what attention still needs.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def main(context: typer.Context) -> None:
+    """Without a command: versions, devices and policies."""
+    if context.invoked_subcommand is None:
+        raise typer.Exit(about.main())
