@@ -87,7 +87,6 @@ class Llama(llama_cpp.Llama):
         _check_keywords(kwargs)
         if self.kv_policy.evicts:
             self._refuse_unservable(kwargs)
-            _warn_small_budget(self.kv_policy)
             if kwargs.get("swa_full") is None:
                 kwargs["swa_full"] = False
         path = os.fspath(model_path)
@@ -138,13 +137,20 @@ class Llama(llama_cpp.Llama):
 
     def _warn_budget(self) -> None:
         budget = self.kv_policy.n_budget
-        if self.kv_policy.evicts and isinstance(budget, int) and budget >= self._n_ctx:
-            warnings.warn(
-                f"a KV budget of {budget} cells is never reached in n_ctx={self._n_ctx}; "
-                "pass a smaller kv_budget, or a larger n_ctx",
-                UserWarning,
-                stacklevel=3,
+        if not self.kv_policy.evicts or isinstance(budget, float):
+            return
+        reason = ""
+        if budget >= self._n_ctx:
+            reason = (
+                f"is never reached in n_ctx={self._n_ctx}; "
+                "pass a smaller kv_budget, or a larger n_ctx"
             )
+        elif budget < LEAST_USEFUL_BUDGET:
+            reason = (
+                f"is below {LEAST_USEFUL_BUDGET}, where quality falls off and speed no longer gains"
+            )
+        if reason:
+            warnings.warn(f"a KV budget of {budget} cells {reason}", UserWarning, stacklevel=3)
 
     def _attach(self) -> None:
         n_ctx = self._n_ctx if self._kv_bounded else 0
@@ -419,16 +425,6 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
             f"{nearest!r}"
         )
         raise TypeError(msg)
-
-
-def _warn_small_budget(policy: KVPolicy) -> None:
-    if isinstance(policy.n_budget, int) and policy.n_budget < LEAST_USEFUL_BUDGET:
-        warnings.warn(
-            f"a KV budget of {policy.n_budget} cells is below {LEAST_USEFUL_BUDGET}, where quality "
-            "falls off and speed no longer gains",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _n_ctx_train(path: str) -> int:

@@ -98,6 +98,18 @@ def test_a_prompt_that_fits_is_the_same_as_with_full_prefill(tiny):
     assert np.array_equal(given, wanted)
 
 
+def test_rope_factors_follow_the_positions_not_the_cells(tmp_path):
+    """512 positions or fewer take the short factors; 256 cells for 1,024 positions must not."""
+    path = tiny_models.write_longrope(tmp_path / "longrope.gguf", n_short=512)
+    out = {}
+    for n_ctx, prefill in ((512, "full"), (1024, "full"), (1024, "bounded")):
+        llm = small(path, n_ctx=n_ctx, kv_policy=replace(TINY, prefill=prefill))
+        llm.eval(TOKENS[:200])
+        out[n_ctx, prefill] = logits(llm)
+    assert np.array_equal(out[1024, "bounded"], out[1024, "full"])
+    assert not np.array_equal(out[1024, "bounded"], out[512, "full"])
+
+
 @pytest.mark.parametrize("scorer", ["attention", "recency", "random"])
 def test_a_long_prompt_stays_within_its_cells(tiny, scorer):
     llm = small(tiny, kv_policy=replace(TINY, scorer=scorer, protect=((100, 110),)))

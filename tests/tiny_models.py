@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, RopeScalingType, TokenType
 
 N_EMBD, N_HEAD, N_HEAD_KV, N_FF, N_LAYER, N_CTX = 128, 4, 2, 64, 2, 1024
 BOS, EOS = 256, 257
@@ -19,6 +19,18 @@ def write_llama(path: Path, n_layer: int = N_LAYER) -> Path:
     """A plain decoder with grouped queries (llama)."""
     writer = _writer(path, "llama", n_layer)
     return _finish(writer, path, _decoder(writer, n_layer))
+
+
+def write_longrope(path: Path, n_short: int) -> Path:
+    """A llama whose RoPE factors differ above n_short positions."""
+    writer = _writer(path, "llama", N_LAYER)
+    writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+    writer.add_rope_scaling_orig_ctx_len(n_short)
+    shapes = _decoder(writer, N_LAYER)
+    shapes |= {
+        f"rope_factors_{size}.weight": (N_EMBD // N_HEAD // 2,) for size in ("long", "short")
+    }
+    return _finish(writer, path, shapes)
 
 
 def write_gemma3(path: Path, n_window: int = 32) -> Path:
@@ -147,6 +159,8 @@ def _finish(writer: GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]]) 
         values = np.ones(shape) if norm else rng.normal(0, shape[-1] ** -0.5, shape)
         if name.endswith("ssm_a"):  # a decay must be negative
             values = -np.abs(values) - 0.1
+        if name.startswith("rope_factors"):
+            values = 1 + np.abs(values)
         writer.add_tensor(name, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -212,12 +212,19 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     const auto evict = std::make_shared<llama_kv_evict>(*kv, params);
 
     // build the graphs again, now with the hook
-    const auto before = kv->evict;
+    const auto before  = kv->evict;
+    const auto cparams = ctx.cparams;
     const auto reserve = [&](std::shared_ptr<llama_kv_evict> engine) {
         kv->evict = std::move(engine);
         ctx.sched_need_reserve = true;
         ctx.sched_reserve();
     };
+
+    // some models choose their RoPE factors by the positions of a context
+    if (params.n_ctx > 0) {
+        ctx.cparams.n_ctx_seq = GGML_PAD((params.n_ctx + ctx.n_seq_max() - 1)/ctx.n_seq_max(), 256);
+        ctx.cparams.n_ctx     = ctx.cparams.n_ctx_seq*ctx.n_seq_max();
+    }
 
     try {
         reserve(evict);
@@ -233,18 +240,14 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     }
 
     if (!msg.empty()) {
+        ctx.cparams.n_ctx     = cparams.n_ctx;
+        ctx.cparams.n_ctx_seq = cparams.n_ctx_seq;
         reserve(before);
         return msg;
     }
 
     evict->set_coef();
     evict->release();
-
-    // some models choose their RoPE factors by the positions of a context
-    if (params.n_ctx > 0) {
-        ctx.cparams.n_ctx_seq = GGML_PAD((params.n_ctx + ctx.n_seq_max() - 1)/ctx.n_seq_max(), 256);
-        ctx.cparams.n_ctx     = ctx.cparams.n_ctx_seq*ctx.n_seq_max();
-    }
 
     return "";
 }
