@@ -18,11 +18,13 @@
 //   then      s <- beta s + (1 - beta) m                           or another rule of llama_kv_aggregation
 //
 // The rows are made by ggml_kv_mass inside the graph (llama-kv-evict-graph.h) and read back before the next batch;
-// everything else happens here, on the host.
+// everything else happens on the host: scores in llama-kv-evict-score.cpp, the rest in llama-kv-evict.cpp.
 //
 // The life of a sequence:
 //
 //   prompt    enters whole, nothing is evicted; only its last n_window queries are scored
+//             bounded: each batch makes the room it needs, ranked by the last n_window queries of the batches so far (their
+//             max, averaged over 4 n_pool + 1 positions: they do not know the question), or by those of probes
 //   first     the first decode query still sees every cell and is scored
 //   decode    before each batch: scores are updated, the lowest cells leave if the batch would pass n_budget.
 //             With n_refresh = r every r-th step is scored (and the one before a cut), a cut goes down to n_budget - r.

@@ -1,0 +1,310 @@
+// scores: from the rows of the last batch to a ranking
+
+#include "llama-kv-evict.h"
+
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+
+#include <algorithm>
+#include <cmath>
+
+bool llama_kv_evict::scores_attention() const {
+    return params.scorer == LLAMA_KV_SCORER_ATTENTION;
+}
+
+// w_l ~ lambda^(L-1-l), sum 1, over the L scored layers
+void llama_kv_evict::set_coef() {
+    const int n_scored = std::count(hooked.begin(), hooked.end(), true);
+
+    double lambda = params.lambda;
+    if (params.aggregation == LLAMA_KV_AGGREGATION_COUPLED) {
+        lambda = params.beta;
+    } else if (lambda == 0.0) {
+        lambda = std::pow(0.042, 1.0/std::max(1, n_scored));
+    }
+
+    double sum = 0.0;
+    for (int l = 0; l < n_scored; ++l) {
+        sum += std::pow(lambda, l);
+    }
+
+    for (size_t il = 0, l = 0; il < coef.size(); ++il) {
+        coef[il] = hooked[il] ? std::pow(lambda, n_scored - 1 - (int) l++)/sum : 0.0;
+    }
+}
+
+//
+// taking in the last batch: cells, then rows
+//
+
+void llama_kv_evict::settle(llama_context & lctx) {
+    const bool has_rows = std::any_of(seqs.begin(), seqs.end(), [](const seq_state & seq) { return !seq.queries.empty(); });
+    if (has_rows) {
+        // not lctx.synchronize(): this is not the end of an evaluation
+        ggml_backend_sched_synchronize(lctx.get_sched());
+        take_op_times(lctx);
+    }
+
+    const int64_t t_start_us = ggml_time_us();
+
+    // pending stream copies: what was known of the source at that time, its last rows included, goes with the cells
+    for (; n_copied < kv.sc_info.ssrc.size(); ++n_copied) {
+        auto & dst = seqs[kv.sc_info.sdst[n_copied]];
+
+        const int32_t n_prompt = dst.n_prompt; // announced for the tokens after the copy
+        dst = seqs[kv.sc_info.ssrc[n_copied]];
+        dst.n_prompt = n_prompt;
+    }
+
+    for (uint32_t s = 0; s < seqs.size(); ++s) {
+        auto & seq = seqs[s];
+
+        // update() was not reached: the holes may be taken by now
+        seq.has_holes |= !seq.from.empty();
+        seq.from.clear();
+        seq.to.clear();
+
+        take_rows(s, scan(s));
+
+        seq.queries.clear();
+        seq.p0 = seq.p1 = 0;
+    }
+
+    stats.t_score_ms += 1e-3*(ggml_time_us() - t_start_us);
+}
+
+// compare every cell with what was last seen
+// result[i]: cell i was there when the last batch was computed, or came with it
+std::vector<bool> llama_kv_evict::scan(uint32_t s) {
+    auto & seq = seqs[s];
+
+    const auto & cells = kv.v_cells[s];
+
+    const uint32_t n = std::max(seq.n_cells, cells.used_max_p1());
+    seq.n_cells = cells.used_max_p1();
+
+    std::vector<bool> seen(n);
+
+    int n_old = 0;
+    int n_new = 0;
+
+    for (uint32_t i = 0; i < n; ++i) {
+        auto & cell = seq.cells[i];
+
+        const bool is_empty = cells.is_empty(i);
+        if (is_empty && cell.pos == -1) {
+            continue;
+        }
+
+        // as it was before a pending K-shift
+        const llama_pos   pos = is_empty ? -1 : cells.pos_get(i) - cells.get_shift(i);
+        const llama_token tok = is_empty ? LLAMA_TOKEN_NULL : cells.ext_get(i).tok;
+
+        if (cell.pos == pos && cell.tok == tok) {
+            seen[i] = true;
+            n_old++;
+            continue;
+        }
+
+        const bool is_new = pos >= seq.p0 && pos < seq.p1;
+
+        cell = {};
+        if (!is_empty) {
+            cell.pos       = pos;
+            cell.tok       = tok;
+            cell.score     = score_init(pos);
+            cell.generated = is_new && seq.phase_cur != PHASE_PROMPT;
+        }
+
+        for (auto & row : seq.window) {
+            if (i < row.mass.size()) {
+                row.mass[i] = 0.0f;
+            }
+        }
+        const auto is_gone = [i](const window_row & row) { return row.cell == i; };
+        seq.window.erase(std::remove_if(seq.window.begin(), seq.window.end(), is_gone), seq.window.end());
+
+        seen[i] = is_new;
+        n_new += is_new;
+    }
+
+    if (n_old == 0) {
+        // other contents were loaded, or these are the first
+        seq.phase_cur = PHASE_PROMPT;
+        seq.window.clear();
+    }
+
+    if (seq.n_prompt > 0 && seq.n_probe == 0 && seq.phase_cur == PHASE_PROMPT) {
+        seq.n_prompt = std::max(0, seq.n_prompt - n_new);
+    }
+
+    return seen;
+}
+
+void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
+    auto & seq = seqs[s];
+
+    if (seq.queries.empty()) {
+        return;
+    }
+
+    const uint32_t n = seq.n_cells;
+
+    std::vector<float> mass(n);
+    std::vector<float> part(n);
+    std::vector<float> first;
+
+    for (const auto & query : seq.queries) {
+        const auto is_query = [&query](const cell_state & cell) { return cell.pos == query.pos; };
+        const auto end = seq.cells.begin() + n;
+        const auto it  = std::find_if(seq.cells.begin(), end, is_query);
+
+        // the query itself is gone (the batch failed, or was rolled back): so is its row
+        if (it == end || !seen[it - seq.cells.begin()]) {
+            if (seq.phase_cur == PHASE_FIRST) {
+                seq.phase_cur = PHASE_PROMPT;
+            }
+            continue;
+        }
+
+        std::fill(mass.begin(), mass.end(), 0.0f);
+        for (const auto & device : devices) {
+            ggml_backend_tensor_get(device.rows, part.data(), query.row*device.rows->nb[1], n*sizeof(float));
+            for (uint32_t i = 0; i < n; ++i) {
+                mass[i] += part[i];
+            }
+        }
+
+        // columns that the query did not see hold old values
+        for (uint32_t i = 0; i < n; ++i) {
+            if (!seen[i] || seq.cells[i].pos > query.pos || !(mass[i] > 0.0f)) {
+                mass[i] = 0.0f;
+            }
+        }
+
+        switch (seq.phase_cur) {
+            case PHASE_PROMPT:
+                {
+                    if (seq.n_probe > 0 || (params.bounded && !seq.is_probed)) {
+                        join(first, mass);
+                    }
+                    if (seq.n_probe == 0) {
+                        seq.window.push_back({ (uint32_t) (it - seq.cells.begin()), mass });
+                    }
+                    if (seq.window.size() > params.n_window) {
+                        seq.window.pop_front();
+                    }
+                } break;
+            case PHASE_FIRST:
+                {
+                    rank(s, mass);
+                    stats.n_refreshes++;
+                } break;
+            case PHASE_DECODE:
+                {
+                    add_mass(s, mass);
+                    stats.n_refreshes++;
+                } break;
+        }
+    }
+
+    if (!first.empty()) {
+        // blind to the question: passages rather than words
+        pool(s, first, 2*params.n_pool, &cell_state::interim);
+    }
+}
+
+// several queries that rank together: their max, or sum
+void llama_kv_evict::join(std::vector<float> & dst, const std::vector<float> & mass) const {
+    dst.resize(std::max(dst.size(), mass.size()), 0.0f);
+
+    for (size_t i = 0; i < mass.size(); ++i) {
+        dst[i] = params.aggregation == LLAMA_KV_AGGREGATION_SUM ? dst[i] + mass[i] : std::max(dst[i], mass[i]);
+    }
+}
+
+// the first ranking: window and first decode query
+void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass) {
+    auto & seq = seqs[s];
+
+    std::vector<float> first = mass;
+    for (const auto & row : seq.window) {
+        join(first, row.mass);
+    }
+    seq.window.clear();
+
+    // scores of an earlier prompt stay if they are higher
+    pool(s, first, params.n_pool/2, &cell_state::score);
+
+    if (seq.is_probed) {
+        seq.is_probed = false;
+        for (uint32_t i = 0; i < seq.n_cells; ++i) {
+            seq.cells[i].score = std::max(seq.cells[i].score, seq.cells[i].interim);
+        }
+    }
+}
+
+// dst = max(dst, mean over the resident positions [pos - n_side, pos + n_side])
+void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst) {
+    const auto & by_pos = kv.v_cells[s].seq_pos_get(s);
+
+    // a sliding sum
+    auto   lo  = by_pos.begin();
+    auto   hi  = by_pos.begin();
+    double sum = 0.0;
+    int    n   = 0;
+
+    for (const auto & [pos, i] : by_pos) {
+        for (; hi != by_pos.end() && hi->first <= pos + n_side; ++hi, ++n) {
+            sum += mass[hi->second];
+        }
+        for (; lo->first < pos - n_side; ++lo, --n) {
+            sum -= mass[lo->second];
+        }
+
+        float & value = seqs[s].cells[i].*dst;
+        value = std::max(value, (float) std::max(0.0, sum/n));
+    }
+}
+
+void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass) {
+    auto & seq = seqs[s];
+
+    float beta = params.beta;
+    if (params.aggregation == LLAMA_KV_AGGREGATION_COUPLED) {
+        beta = std::pow((double) params.beta, std::count(hooked.begin(), hooked.end(), true));
+    }
+
+    for (size_t i = 0; i < mass.size(); ++i) {
+        float & score = seq.cells[i].score;
+
+        switch (params.aggregation) {
+            case LLAMA_KV_AGGREGATION_EMA:
+            case LLAMA_KV_AGGREGATION_COUPLED: score = beta*score + (1.0f - beta)*mass[i]; break;
+            case LLAMA_KV_AGGREGATION_SUM:     score = score + mass[i];                    break;
+            case LLAMA_KV_AGGREGATION_LAST:    score = mass[i];                            break;
+            case LLAMA_KV_AGGREGATION_MAX:     score = std::max(score, mass[i]);           break;
+        }
+    }
+}
+
+// scores that do not come from attention
+float llama_kv_evict::score_init(llama_pos pos) const {
+    switch (params.scorer) {
+        case LLAMA_KV_SCORER_RECENCY:
+            return pos;
+        case LLAMA_KV_SCORER_RANDOM:
+            {
+                // splitmix64 finalizer
+                uint64_t x = ((uint64_t) params.seed << 32) + (uint32_t) pos + 0x9e3779b97f4a7c15ull;
+                x = (x ^ (x >> 30))*0xbf58476d1ce4e5b9ull;
+                x = (x ^ (x >> 27))*0x94d049bb133111ebull;
+                return ((x ^ (x >> 31)) >> 40)*0x1p-24f;
+            }
+        case LLAMA_KV_SCORER_NONE:
+        case LLAMA_KV_SCORER_ATTENTION:
+            break;
+    }
+
+    return 0.0f;
+}
