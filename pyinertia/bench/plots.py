@@ -54,18 +54,22 @@ STEADY = Metric("steady_ms", "ms per token")
 STEADY_RSS = Metric("rss", "RSS of the process, MiB", MIB)
 
 
-def check() -> None:
-    """Raise BenchError where matplotlib is missing."""
+def check(folder: Path) -> None:
+    """Make the folder; raise BenchError where it or matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         msg = "--plots needs matplotlib; install it with: pip install 'pyinertia[plot]'"
         raise BenchError(msg) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"--plots {folder}: {error.strerror}"
+        raise BenchError(msg) from error
 
 
 def write(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the plots into a folder and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     model = Path(results["settings"]["model"]).name
     figures = dict(_steady(results) if "windows" in results else _grid(results))
     every_line = (
@@ -211,7 +215,7 @@ def _draw_bars(axes: Any, panel: Panel, names: list[str]) -> None:
     for i, line in enumerate(panel.lines):
         colour = COLOURS[names.index(line.name) % len(COLOURS)]
         middle, errors = _values(line, panel.metric)
-        axes.barh(i, middle[:1], xerr=errors, color=colour, height=0.7)
+        axes.barh(i, middle[:1], xerr=errors, color=colour, ecolor="#777777", height=0.7)
         axes.text(middle[0] + errors[1][0], i, f"  {middle[0]:,.4g}", va="center", fontsize="small")
     axes.set_yticks(range(len(panel.lines)), [line.name for line in panel.lines])
     axes.invert_yaxis()

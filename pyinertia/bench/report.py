@@ -12,9 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 MIB = 2**20
+WIDE = 150  # characters that hold all columns
+Columns = dict[str, tuple[str, Callable[[float], str]]]
 
 # metric -> head and format; a cell is the median over repeats, and least to most if they differ
-SPEED: dict[str, tuple[str, Callable[[float], str]]] = {
+SPEED: Columns = {
     "decode_ms": ("decode\nms/token", "{:.2f}".format),
     "decode_per_second": ("decode\ntokens/s", "{:.1f}".format),
     "x_stock": ("x stock", "{:.2f}".format),
@@ -25,7 +27,7 @@ SPEED: dict[str, tuple[str, Callable[[float], str]]] = {
     "first_token_s": ("first\ntoken, s", "{:.2f}".format),
     "cut_ms": ("first cut\nms", "{:.1f}".format),
 }
-MEMORY: dict[str, tuple[str, Callable[[float], str]]] = {
+MEMORY: Columns = {
     "rss_peak": ("peak RSS\nMiB", lambda x: f"{x / MIB:.0f}"),
     "kv_bytes": ("KV\nMiB", lambda x: f"{x / MIB:.1f}"),
     "kv_bytes_used": ("KV used\nMiB", lambda x: f"{x / MIB:.1f}"),
@@ -58,7 +60,8 @@ def show(console: Console, results: dict[str, Any]) -> None:
             style="bold",
             highlight=False,
         )
-        console.print(_table(console, group["sides"]))
+        for columns in [SPEED | MEMORY] if console.width >= WIDE else [SPEED, MEMORY]:
+            console.print(_table(console, group["sides"], columns))
     bandwidth = ", ".join(f"{value / 1e9:.1f}" for value in results["read_bandwidth"].values())
     console.print(
         LEGEND.format(n_block=settings["n_block"], bandwidth=bandwidth or "-"),
@@ -67,8 +70,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
     )
 
 
-def _table(console: Console, sides: list[dict[str, Any]]) -> Table:
-    columns = SPEED | MEMORY
+def _table(console: Console, sides: list[dict[str, Any]], columns: Columns) -> Table:
     heads = ["side", "budget", *(head for head, _ in columns.values())]
     any_failed = any(side["failed"] for side in sides)
     heads += ["failed"] if any_failed else []

@@ -67,6 +67,13 @@ class Settings:
         """The budgets that evict something of such a prompt."""
         return [budget for budget in self.budgets if budget < n_prompt]
 
+    def left_out(self) -> Iterator[str]:
+        """What of the grid makes no sense, a line each."""
+        for n_prompt in self.prompts:
+            for budget in self.budgets:
+                if budget >= n_prompt:
+                    yield f"budget {budget} is left out at prompt {n_prompt}: nothing is evicted"
+
     @property
     def n_turns(self) -> int:
         """Turns of a repeat; the first token of a turn is not counted, n_block are."""
@@ -119,10 +126,10 @@ class Settings:
                 if name not in KV_TYPES:
                     msg = f"{flag} {name}: must be one of {', '.join(KV_TYPES)}"
                     raise BenchError(msg)
-        quantised = {*self.types_k, *self.types_v} if not self.types_v else {*self.types_v}
-        if not self.flash_attn and (quantised - FLOATS):
+        quantised = {*(self.types_v or self.types_k)} - FLOATS
+        if quantised and not self.flash_attn:
             msg = (
-                f"-ctv {_joined(sorted(quantised - FLOATS))} with -fa off: a quantised V needs "
+                f"-ctv {_joined(sorted(quantised))} with -fa off: a quantised V needs "
                 "flash attention; pass -fa on, or a float type for -ctv"
             )
             raise BenchError(msg)

@@ -37,7 +37,7 @@ def _cells(
         rivals = (other.repeats for other in sides if _is_rival(name, side, other))
         pairs = zip(side.repeats, next(rivals, []), strict=False)
         cells[name] = _cell(ratio(ours, theirs) for ours, theirs in pairs)
-    memory = side.repeats[-1].stats if side.repeats else {}
+    memory = next((repeat.stats for repeat in reversed(side.repeats) if repeat.stats), {})
     for name in ("rss_peak", "kv_bytes", "kv_bytes_used"):
         cells[name] = _cell([memory.get(name)])
     decode, cells["bandwidth_share"] = cells["decode_ms"], None

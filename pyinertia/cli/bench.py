@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pyinertia.errors import BenchError, PyInertiaError
+
+if TYPE_CHECKING:
+    from pyinertia.bench.settings import Settings
 
 
 class Grid(NamedTuple):
@@ -110,16 +113,14 @@ def main(
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write PNGs there.")] = None,
 ) -> None:
     """Parse, measure, show; an interrupt shows what was measured so far."""
-    from pyinertia.bench import machine, report, settings
-    from pyinertia.bench import plots as drawing
-    from pyinertia.bench.run import Run
-    from pyinertia.bench.steady import Steady
+    from pyinertia.bench import machine
+    from pyinertia.bench.settings import Settings
 
     grid = QUICK if quick else FULL
     try:
         if flash_attn not in ("on", "off"):
             raise BenchError(f"-fa {flash_attn}: must be on or off")
-        wanted = settings.Settings(
+        wanted = Settings(
             model=_model(model),
             prompts=_numbers("--prompt", prompt or grid.prompt),
             budgets=_numbers("--budget", budget or grid.budget),
@@ -131,24 +132,43 @@ def main(
             n_tokens=grid.tokens if tokens is None else tokens,
             n_block=block,
             repeats=grid.repeats if repeats is None else repeats,
-            stock_lib=None if steady else _stock_lib(stock_lib),
-            openvino=None if steady else _openvino(openvino),
+            stock_lib=_stock_lib(stock_lib) if steady is None else None,
+            openvino=_openvino(openvino) if steady is None else None,
         )
-        wanted.check()
-        if plots:
-            drawing.check()
-        benchmark = Steady(wanted, steady) if steady else Run(wanted)
-        interrupted = _interrupted(benchmark.measure, benchmark.total)
-        results = benchmark.results()
-        (report.show_steady if steady else report.show)(_console(), results)
-        if json_file:
-            json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        for path in drawing.write(results, plots) if plots else []:
-            _say(f"wrote {path}")
+        interrupted = _run(wanted, steady, json_file, plots)
     except PyInertiaError as error:
         _say(f"error: {error}")
         raise typer.Exit(2) from error
     raise typer.Exit(130 if interrupted else 0)
+
+
+def _run(
+    settings: Settings, n_steady: int | None, json_file: Path | None, plots: Path | None
+) -> bool:
+    """Check, measure, show and write; return whether Ctrl-C ended the measuring."""
+    from pyinertia.bench import plots as drawing
+    from pyinertia.bench import report
+    from pyinertia.bench.run import Run
+    from pyinertia.bench.steady import Steady
+
+    settings.check()
+    if json_file and not json_file.absolute().parent.is_dir():
+        msg = f"--json {json_file}: there is no such folder"
+        raise BenchError(msg)
+    if plots:
+        drawing.check(plots)
+    if n_steady is None:
+        for line in settings.left_out():
+            _say(line)
+    benchmark = Run(settings) if n_steady is None else Steady(settings, n_steady)
+    interrupted = _interrupted(benchmark.measure, benchmark.total)
+    results = benchmark.results()
+    (report.show if n_steady is None else report.show_steady)(_console(), results)
+    if json_file:
+        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for path in drawing.write(results, plots) if plots else []:
+        _say(f"wrote {path}")
+    return interrupted
 
 
 def _interrupted(measure: Callable[..., None], total: int) -> bool:
@@ -202,6 +222,7 @@ def _openvino(choice: str | None) -> str | None:
     if choice == "off":
         return None
     if choice == "auto":
+        _say(f"openvino: in {openvino.environment()}, made if it is missing")
         return str(openvino.install())
     if choice:
         openvino.check(choice)
@@ -213,7 +234,7 @@ def _openvino(choice: str | None) -> str | None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
