@@ -24,7 +24,7 @@ from pyinertia.policy import AGGREGATIONS, SCORERS, KVPolicy
 LLAMA_CPP_PYTHON = "0.3.36"
 LLAMA_CPP_COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 CELL = np.dtype([("pos", np.int32), ("score", np.float32)])  # struct llama_kv_evict_cell
 PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"  # where llama_cpp looks for its library, once, at import
 REBUILD = (
@@ -49,7 +49,9 @@ class EvictParams(ctypes.Structure):
         ("n_pool", ctypes.c_uint32),
         ("n_refresh", ctypes.c_uint32),
         ("seed", ctypes.c_uint32),
+        ("n_ctx", ctypes.c_uint32),
         ("frozen", ctypes.c_bool),
+        ("bounded", ctypes.c_bool),
         ("compact", ctypes.c_bool),
     )
 
@@ -67,6 +69,8 @@ class EvictStats(ctypes.Structure):
         ("n_moved", ctypes.c_uint64),
         ("n_reused", ctypes.c_uint64),
         ("kv_bytes", ctypes.c_uint64),
+        ("kv_bytes_used", ctypes.c_uint64),
+        ("kv_bytes_resident", ctypes.c_uint64),
         ("t_score_ms", ctypes.c_double),
         ("t_evict_ms", ctypes.c_double),
         ("t_move_ms", ctypes.c_double),
@@ -100,6 +104,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # LLAMA_API bool llama_kv_evict_prompt(
     #         struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
     "llama_kv_evict_prompt": (ctypes.c_bool, [_CTX, ctypes.c_int32, ctypes.c_int32]),
+    # LLAMA_API bool llama_kv_evict_probe(
+    #         struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
+    "llama_kv_evict_probe": (ctypes.c_bool, [_CTX, ctypes.c_int32, ctypes.c_int32]),
     # LLAMA_API int32_t llama_kv_evict_cells(
     #         struct llama_context * ctx, llama_seq_id seq_id,
     #         struct llama_kv_evict_cell * cells, int32_t n_max);
@@ -222,8 +229,8 @@ def _check_abi(lib: ctypes.CDLL) -> None:
             raise NativeLibraryError(msg)
 
 
-def make_params(policy: KVPolicy, compact: bool) -> EvictParams:
-    """Return the C form of a policy."""
+def make_params(policy: KVPolicy, compact: bool, n_ctx: int = 0) -> EvictParams:
+    """Return the C form of a policy; n_ctx: positions of the context, 0 for as many as cells."""
     params: EvictParams = load().llama_kv_evict_default_params()
     for name in ("beta", "n_sink", "n_recent", "n_window", "n_pool", "n_refresh", "seed", "frozen"):
         setattr(params, name, getattr(policy, name))
@@ -234,14 +241,17 @@ def make_params(policy: KVPolicy, compact: bool) -> EvictParams:
         params.n_budget, params.budget_share = policy.n_least, policy.n_budget
     else:
         params.n_budget, params.budget_share = policy.n_budget, 0.0
+    params.bounded = policy.prefill == "bounded"
+    params.n_ctx = n_ctx
     params.compact = compact
     return params
 
 
-def attach(ctx: int, policy: KVPolicy, compact: bool) -> str:
+def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
     """Give a context an eviction engine. Returns why it cannot have one, "" if all is well."""
     lib, message = load(), ctypes.create_string_buffer(1024)
-    if not lib.llama_kv_evict_attach(ctx, make_params(policy, compact), message, len(message)):
+    params = make_params(policy, compact, n_ctx)
+    if not lib.llama_kv_evict_attach(ctx, params, message, len(message)):
         return message.value.decode("utf-8", "replace") or "the library gave no reason"
     for p0, p1 in policy.protect:
         if not lib.llama_kv_evict_protect(ctx, p0, p1):
@@ -252,6 +262,11 @@ def attach(ctx: int, policy: KVPolicy, compact: bool) -> str:
 def prompt(ctx: int, seq_id: int, n_tokens: int) -> None:
     """Announce that the next n_tokens tokens are prompt and that those after them are not."""
     load().llama_kv_evict_prompt(ctx, seq_id, n_tokens)
+
+
+def probe(ctx: int, seq_id: int, n_tokens: int) -> None:
+    """Announce that the next n_tokens tokens are a probe; 0 takes in what they saw."""
+    load().llama_kv_evict_probe(ctx, seq_id, n_tokens)
 
 
 def cells(ctx: int, seq_id: int) -> npt.NDArray[np.void] | None:

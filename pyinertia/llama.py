@@ -29,6 +29,7 @@ LEGACY_KEYWORDS = frozenset(
     {"f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps", "rpc_servers"}
 )
 LEAST_USEFUL_BUDGET = 256
+CELL_PAD = 256  # llama.cpp rounds a cache up to this
 
 _PROMPT, _DECODE = "prompt", "decode"
 
@@ -50,6 +51,7 @@ class Llama(llama_cpp.Llama):
         kv_policy: str | KVPolicy | None = None,
         kv_budget: int | float | None = None,
         kv_refresh: int | None = None,
+        kv_prefill: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Load a model.
@@ -61,6 +63,9 @@ class Llama(llama_cpp.Llama):
             kv_budget: Most cells a sequence holds, or a float in (0, 1): that share of the prompt.
                 Replaces the policy's n_budget.
             kv_refresh: Decode steps between refreshes. Replaces the policy's n_refresh.
+            kv_prefill: "full" or "bounded". Replaces the policy's prefill. With "bounded" the cache
+                has n_budget + n_batch cells (rounded up to 256, and never fewer than a sliding
+                window needs), whatever n_ctx says.
             **kwargs: The keywords of `llama_cpp.Llama`. With a policy that evicts, swa_full is
                 False unless it is given.
 
@@ -71,12 +76,14 @@ class Llama(llama_cpp.Llama):
         """
         self._kv_refusal = "the model is not loaded"
         self._kv_phase: str | None = None
-        self._kv_arguments = {
+        self._kv_arguments: dict[str, Any] = {
             "kv_policy": kv_policy,
             "kv_budget": kv_budget,
             "kv_refresh": kv_refresh,
+            "kv_prefill": kv_prefill,
         }
-        self.kv_policy = resolve_policy(kv_policy, kv_budget, kv_refresh)
+        self._kv_query_tokens: list[int] = []
+        self.kv_policy = resolve_policy(**self._kv_arguments)
         _check_keywords(kwargs)
         if self.kv_policy.evicts:
             self._refuse_unservable(kwargs)
@@ -84,6 +91,8 @@ class Llama(llama_cpp.Llama):
             if kwargs.get("swa_full") is None:
                 kwargs["swa_full"] = False
         path = os.fspath(model_path)
+        if self._kv_bounded and kwargs.get("n_ctx") == 0:
+            kwargs["n_ctx"] = _n_ctx_train(path)
         try:
             super().__init__(path, **kwargs)
         except ValueError as error:
@@ -91,11 +100,33 @@ class Llama(llama_cpp.Llama):
             if reason := _explain(error, path):
                 raise ModelError(reason) from error
             raise
-        # the native context is padded to 256 positions, input_ids is not
-        self._n_ctx = min(self._n_ctx, len(self.input_ids))
+        # the native context has other cells than positions, or is padded to 256
+        self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
         self._check_adapter()
         self._warn_budget()
         self._attach()
+
+    @property
+    def _kv_bounded(self) -> bool:
+        return self.kv_policy.prefill == "bounded"
+
+    @property
+    def _model(self) -> llama_cpp._internals.LlamaModel:
+        model: llama_cpp._internals.LlamaModel = self.__dict__["_model"]
+        return model
+
+    @_model.setter
+    def _model(self, model: llama_cpp._internals.LlamaModel) -> None:
+        # the one moment between the model and its context: the cache gets its own size
+        self.__dict__["_model"] = model
+        if self._kv_bounded:
+            params = self.context_params
+            n_swa = llama_cpp.llama_model_n_swa(model.model)
+            n_cells = max(
+                int(self.kv_policy.n_budget) + params.n_batch,
+                n_swa + params.n_ubatch if n_swa else 0,
+            )
+            params.n_ctx = min(params.n_ctx, -(-n_cells // CELL_PAD) * CELL_PAD)
 
     def _check_adapter(self) -> None:
         # the parent compares the null pointer with None and would use it
@@ -116,7 +147,8 @@ class Llama(llama_cpp.Llama):
             )
 
     def _attach(self) -> None:
-        self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact)
+        n_ctx = self._n_ctx if self._kv_bounded else 0
+        self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact, n_ctx)
         if self._kv_refusal and self.kv_policy.evicts:
             architecture = self.metadata.get("general.architecture", "unknown")
             self.close()
@@ -191,6 +223,39 @@ class Llama(llama_cpp.Llama):
             raise ValueError(msg)
         return _native.keep(ctx, 0, np.unique(listed).astype(np.int32))
 
+    def kv_query(self, text: str | None) -> None:
+        """Name what the next prompts will be asked, so that a bounded prefill keeps it.
+
+        While a prompt enters, the text is shown to the model after each batch, and the attention
+        of its last n_window tokens ranks the cells; it leaves again before the next batch.
+
+        Args:
+            text: The question, in the words of the prompt. None: no question from here on.
+
+        Raises:
+            PolicyError: The policy's prefill is not "bounded", or the model is a hybrid, whose
+                recurrent part cannot take the question back.
+            ValueError: The question is longer than half of n_batch.
+        """
+        self._kv_ctx()
+        if text is None:
+            self._kv_query_tokens = []
+            return
+        if not self._kv_bounded:
+            msg = f"kv_query needs kv_prefill='bounded', {self._kv_named()} prefills whole prompts"
+            raise PolicyError(msg)
+        if self._is_hybrid:
+            msg = "kv_query cannot run on a hybrid model; put the question before the document"
+            raise PolicyError(msg)
+        tokens = self.tokenize(text.encode(), add_bos=False, special=True)
+        if len(tokens) > self.n_batch // 2:
+            msg = (
+                f"kv_query: {len(tokens)} tokens are more than half of n_batch={self.n_batch}; "
+                "shorten the question, or create the Llama with a larger n_batch"
+            )
+            raise ValueError(msg)
+        self._kv_query_tokens = tokens
+
     def _kv_ctx(self) -> int:
         self._check_open()
         if self._kv_refusal:
@@ -221,7 +286,22 @@ class Llama(llama_cpp.Llama):
             if phase is None:
                 phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
             _native.prompt(self.ctx, 0, len(tokens) if phase == _PROMPT else 0)
+            if phase == _PROMPT and self._kv_query_tokens:
+                tokens = self._eval_probed(tokens)
         super().eval(tokens)
+
+    def _eval_probed(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Evaluate all but the last token, each batch followed by the question; return the rest."""
+        query = self._kv_query_tokens
+        n_step = self.n_batch - len(query)  # one batch's room holds both
+        for start in range(0, len(tokens) - 1, n_step):
+            super().eval(tokens[start : min(start + n_step, len(tokens) - 1)])
+            _native.probe(self.ctx, 0, len(query))
+            self._batch.set_batch(batch=query, n_past=self.n_tokens, logits_all=False)
+            self._ctx.decode(self._batch)
+            _native.probe(self.ctx, 0, 0)
+            self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        return tokens[-1:]
 
     def generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
@@ -320,7 +400,7 @@ class Llama(llama_cpp.Llama):
 
 def _check_keywords(kwargs: dict[str, Any]) -> None:
     """Drop legacy keywords from kwargs with a warning and raise TypeError for unknown ones."""
-    known = {"model_path", "kv_policy", "kv_budget", "kv_refresh"}
+    known = {"model_path", "kv_policy", "kv_budget", "kv_refresh", "kv_prefill"}
     known |= set(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
     legacy = sorted(LEGACY_KEYWORDS & (kwargs.keys() - known))
     for name in legacy:
@@ -349,6 +429,20 @@ def _warn_small_budget(policy: KVPolicy) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _n_ctx_train(path: str) -> int:
+    """Return the positions a model was trained for, 0 if its file cannot be read."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    try:
+        model = llama_cpp._internals.LlamaModel(path_model=path, params=params, verbose=False)
+    except ValueError:
+        return 0
+    with closing(model):
+        metadata = model.metadata()
+        architecture = metadata.get("general.architecture", "")
+        return int(metadata.get(f"{architecture}.context_length", 0))
 
 
 def _explain(error: ValueError, path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -21,6 +21,8 @@ SCORERS: Mapping[str, int] = MappingProxyType(
 AGGREGATIONS: Mapping[str, int] = MappingProxyType(
     {"ema": 0, "coupled": 1, "sum": 2, "last": 3, "max": 4}
 )
+
+PREFILLS = ("full", "bounded")
 
 MAX_COUNT = 2**31 - 1
 
@@ -69,7 +71,9 @@ class KVPolicy:
             none.
         n_refresh: Decode steps from one scored query, and cut, to the next. 1 is every step.
         frozen: Keep the first ranking for good. Generated tokens then outrank the prompt.
-        prefill: "full": the prompt enters whole, the first cut comes after it.
+        prefill: "full": the prompt enters whole, the first cut comes after it. "bounded": the
+            cache has only n_budget + n_batch cells, and a prompt that outgrows them is cut before
+            each batch, ranked by the last n_window queries of the batches so far.
         protect: Half-open position ranges (p0, p1) that are never evicted.
         seed: Seed of the "random" scorer, in [0, 2^31).
     """
@@ -111,13 +115,10 @@ class KVPolicy:
         if not isinstance(self.frozen, bool):
             msg = f"KVPolicy(frozen={self.frozen!r}): frozen must be True or False"
             raise PolicyError(msg)
-        if self.prefill != "full":
-            raise PolicyError(
-                f"KVPolicy(prefill={self.prefill!r}): only prefill='full' is available"
-                + (" yet; use it instead" if self.prefill == "bounded" else "")
-            )
+        _choice("prefill", self.prefill, PREFILLS)
         self._set("protect", _ranges(self.protect))
         self._check_budget()
+        self._check_bounded()
 
     @property
     def evicts(self) -> bool:
@@ -152,12 +153,25 @@ class KVPolicy:
             )
             raise PolicyError(msg)
 
+    def _check_bounded(self) -> None:
+        if self.prefill != "bounded":
+            return
+        if not self.evicts:
+            msg = "KVPolicy(prefill='bounded', scorer='none'): a bounded prefill needs a scorer"
+            raise PolicyError(msg)
+        if isinstance(self.n_budget, float):
+            msg = (
+                f"KVPolicy(prefill='bounded', n_budget={self.n_budget}): a share of a prompt that "
+                "has not been read has no size; give n_budget as a count"
+            )
+            raise PolicyError(msg)
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
 
-def _choice(name: str, value: object, known: Mapping[str, int]) -> None:
-    if not isinstance(value, str) or value not in known:
+def _choice(name: str, value: object, known: Iterable[str]) -> None:
+    if value not in tuple(known):
         msg = f"KVPolicy({name}={value!r}): {name} must be one of {_listed(known)}"
         raise PolicyError(msg)
 
@@ -192,7 +206,7 @@ def _ranges(protect: Any) -> tuple[tuple[int, int], ...]:
     return ranges
 
 
-def _listed(names: Mapping[str, Any]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
@@ -218,6 +232,7 @@ def resolve_policy(
     kv_policy: str | KVPolicy | None,
     kv_budget: int | float | None = None,
     kv_refresh: int | None = None,
+    kv_prefill: str | None = None,
 ) -> KVPolicy:
     """Return the policy that a `Llama` gets: a preset or the given one, with overrides.
 
@@ -225,6 +240,7 @@ def resolve_policy(
         kv_policy: A key of `POLICIES`, a policy, or None for "full".
         kv_budget: Replaces the policy's n_budget.
         kv_refresh: Replaces the policy's n_refresh.
+        kv_prefill: Replaces the policy's prefill.
 
     Raises:
         PolicyError: The name is unknown, or a value is out of range.
@@ -235,12 +251,13 @@ def resolve_policy(
         raise TypeError(msg)
     name = "full" if kv_policy is None else kv_policy
     policy = name if isinstance(name, KVPolicy) else _preset(name)
-    overrides = {"n_budget": kv_budget, "n_refresh": kv_refresh}
+    overrides = {"n_budget": kv_budget, "n_refresh": kv_refresh, "prefill": kv_prefill}
     changes: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
     if changes and not policy.evicts:
         msg = (
-            f"kv_budget={kv_budget!r}, kv_refresh={kv_refresh!r} need a policy that evicts, "
-            f"kv_policy={kv_policy!r} does not; pass kv_policy='inertiakv', or leave them out"
+            f"kv_budget={kv_budget!r}, kv_refresh={kv_refresh!r}, kv_prefill={kv_prefill!r} need a "
+            f"policy that evicts, kv_policy={kv_policy!r} does not; pass kv_policy='inertiakv', or "
+            "leave them out"
         )
         raise TypeError(msg)
     return replace(policy, **changes)

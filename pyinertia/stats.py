@@ -18,7 +18,11 @@ class KVStats:
         n_refreshes: Decode queries that were scored.
         n_moved: Cells that were moved by compaction.
         n_reused: Graphs that were reused, since the context was created.
-        kv_bytes: Bytes allocated for K and V.
+        kv_bytes: Bytes allocated for K and V, a sliding window's cache included.
+        kv_bytes_used: Bytes of the cells in use.
+        kv_bytes_resident: Bytes in physical memory, whole pages. After the first cut the pages
+            above the budget go back to the system. Equals kv_bytes where this cannot be told
+            (other systems than Linux, other devices than the CPU).
         t_score_ms: Scoring, in milliseconds: the op on the CPU plus the time rules. NaN where the
             op cannot be timed.
         t_evict_ms: Choosing and removing cells, in milliseconds.
@@ -34,6 +38,8 @@ class KVStats:
     n_moved: int
     n_reused: int
     kv_bytes: int
+    kv_bytes_used: int
+    kv_bytes_resident: int
     t_score_ms: float
     t_evict_ms: float
     t_move_ms: float

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pyinertia import KVPolicy, Llama, _native
 
-TOKENS = np.random.default_rng(0).integers(0, 256, 1000).tolist()
+TOKENS = np.random.default_rng(0).integers(0, 256, 2000).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def policies(draw) -> KVPolicy:
         n_pool=draw(st.sampled_from([1, 3, 7])),
         n_refresh=n_refresh,
         frozen=draw(st.booleans()),
+        prefill=draw(st.sampled_from(["full", "bounded"])),
         protect=protect,
         seed=draw(st.integers(0, 3)),
     )
@@ -52,7 +53,7 @@ def decode(llm: Llama, ids: list[int]) -> None:
 
 def run(path, policy: KVPolicy, turns: list[tuple[int, list[int]]], n_batch: int):
     """Play turns of (prompt length, decode step sizes); yield phase and cells after every step."""
-    llm = Llama(path, n_ctx=1024, n_batch=n_batch, n_threads=1, verbose=False, kv_policy=policy)
+    llm = Llama(path, n_ctx=2048, n_batch=n_batch, n_threads=1, verbose=False, kv_policy=policy)
     at = 0
     for n_prompt, sizes in turns:
         prompt(llm, TOKENS[at : at + n_prompt])
@@ -75,7 +76,7 @@ def run(path, policy: KVPolicy, turns: list[tuple[int, list[int]]], n_batch: int
     policy=policies(),
     turns=st.lists(
         st.tuples(
-            st.integers(2, 120),
+            st.integers(2, 400),
             st.lists(st.integers(1, 3), min_size=1, max_size=50),
         ),
         min_size=1,
@@ -91,7 +92,9 @@ def test_invariants(tiny, policy, turns, n_batch):
 
         assert sorted(set(pos)) == pos, "a position stands twice, or out of order"
         assert pos[-1] == at - 1, "the newest token is not resident"
-        never = {p for p in range(at) if p < policy.n_sink or p >= at - n - policy.n_recent}
+        # a bounded prefill cuts before each batch, as a decode step does
+        n_last = n if policy.prefill == "full" else (n - 1) % n_batch + 1
+        never = {p for p in range(at) if p < policy.n_sink or p >= at - n_last - policy.n_recent}
         for p0, p1 in policy.protect:
             never |= set(range(p0, min(p1, at)))
         assert never <= set(pos), "a sink, recent or protected cell left"
@@ -99,9 +102,10 @@ def test_invariants(tiny, policy, turns, n_batch):
         if phase == "decode":
             room = policy.n_sink + policy.n_recent + sum(b - a for a, b in policy.protect)
             assert len(pos) <= max(policy.n_budget, room + n)
-        else:  # the prompt enters whole, and the first decode query sees all of it
+        elif policy.prefill == "full":  # and the first decode query sees all of the prompt
             assert llm.kv_stats().n_evicted == evicted
         stats = llm.kv_stats()
+        assert len(pos) <= stats.n_cells
         assert stats.n_used == len(pos) == stats.n_tokens - stats.n_evicted
         evicted = stats.n_evicted
         last = cells

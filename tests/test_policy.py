@@ -103,7 +103,6 @@ def test_policies_cannot_be_changed():
         ("n_refresh", 0),
         ("n_refresh", False),
         ("frozen", 1),
-        ("prefill", "bounded"),
         ("prefill", "none"),
         ("protect", 5),
         ("protect", ((3,),)),
@@ -121,9 +120,11 @@ def test_a_bad_value_is_named_with_its_field(field, bad):
     assert "must" in message or "only" in message or "empty" in message
 
 
-def test_bounded_prefill_is_announced_not_ignored():
-    with pytest.raises(PolicyError, match="prefill='full' is available yet"):
-        KVPolicy(prefill="bounded")
+def test_a_bounded_prefill_needs_a_count_and_a_scorer():
+    with pytest.raises(PolicyError, match="give n_budget as a count"):
+        KVPolicy(prefill="bounded", n_budget=0.25)
+    with pytest.raises(PolicyError, match="needs a scorer"):
+        KVPolicy(prefill="bounded", scorer="none")
 
 
 def test_coupled_takes_no_lambda():

@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 // bump on any change of a struct or of the meaning of a call below
-#define LLAMA_KV_EVICT_ABI_VERSION 1
+#define LLAMA_KV_EVICT_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -53,8 +53,11 @@ extern "C" {
         uint32_t n_pool;       // the first ranking is averaged over this many neighbouring positions (odd)
         uint32_t n_refresh;    // decode steps between refreshes, 1 = every step
         uint32_t seed;         // for LLAMA_KV_SCORER_RANDOM
+        uint32_t n_ctx;        // positions that the context stands for, 0 = as many as it has cells
 
         bool     frozen;       // keep the first ranking; generated tokens outrank the prompt, oldest of them first
+        bool     bounded;      // a prompt that outgrows the context's cells is cut while it enters: give the context at least
+                               // n_budget + n_batch cells
         bool     compact;      // false leaves the holes of a cut in place (for tests)
     };
 
@@ -73,7 +76,9 @@ extern "C" {
         uint64_t n_refreshes; // decode queries that were scored
         uint64_t n_moved;     // cells that were moved by compaction
         uint64_t n_reused;    // graphs that were reused, since the context was created
-        uint64_t kv_bytes;    // bytes allocated for K and V
+        uint64_t kv_bytes;          // bytes allocated for K and V, a sliding window's included
+        uint64_t kv_bytes_used;     // bytes of the cells in use
+        uint64_t kv_bytes_resident; // bytes in physical memory; kv_bytes where that cannot be told
         double   t_score_ms;  // scoring: the op on the CPU plus the time rules; NaN where the op cannot be timed
         double   t_evict_ms;  // choosing and removing cells
         double   t_move_ms;   // compaction
@@ -101,6 +106,11 @@ extern "C" {
     // The next n_tokens tokens of the sequence are prompt, those after them are decode steps, whatever their batch sizes.
     // n_tokens < 0 returns to the default: several tokens of a sequence in one batch are prompt, a single one is not.
     LLAMA_API bool llama_kv_evict_prompt(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
+
+    // The next n_tokens tokens of the sequence ask about its cells: their attention ranks the cuts of a bounded prefill
+    // from now on, the prompt's own queries do not. n_tokens = 0 takes in what they saw; after that they can be removed.
+    // The ranking by probes ends when the sequence's prompt does.
+    LLAMA_API bool llama_kv_evict_probe(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
 
     // The resident cells of the sequence, by position. Writes at most n_max of them, returns how many there are,
     // -1 without an engine or for a sequence that does not exist.

@@ -38,6 +38,9 @@ static std::string check_params(const llama_kv_evict_params & p) {
     if (!(p.budget_share >= 0.0f && p.budget_share < 1.0f)) {
         return format("budget_share = %g, it has to be in (0, 1), or 0 to use n_budget", p.budget_share);
     }
+    if (p.bounded && p.budget_share > 0.0f) {
+        return "a bounded prefill needs n_budget: a share of a prompt that has not been read has no size";
+    }
     if (p.n_pool % 2 == 0 || p.n_pool > 255) {
         return format("n_pool = %u, it has to be odd and at most 255", p.n_pool);
     }
@@ -48,7 +51,7 @@ static std::string check_params(const llama_kv_evict_params & p) {
         return format("n_window = %u, it has to be at most 512", p.n_window);
     }
 
-    for (const uint32_t n : { p.n_budget, p.n_sink, p.n_recent, p.n_refresh }) {
+    for (const uint32_t n : { p.n_budget, p.n_sink, p.n_recent, p.n_refresh, p.n_ctx }) {
         if (n > INT32_MAX) {
             return format("a count is %u, it has to be at most %d", n, INT32_MAX);
         }
@@ -87,21 +90,6 @@ static llama_kv_cache * find_cache(llama_memory_i * memory) {
     return nullptr;
 }
 
-static size_t kv_size(llama_memory_i * memory) {
-    if (typeid(*memory) == typeid(llama_memory_hybrid)) {
-        memory = static_cast<llama_memory_hybrid *>(memory)->get_mem_attn();
-    } else if (typeid(*memory) == typeid(llama_memory_hybrid_iswa)) {
-        memory = static_cast<llama_memory_hybrid_iswa *>(memory)->get_mem_attn();
-    }
-
-    size_t res = 0;
-    for (const auto & [buft, size] : memory->memory_breakdown()) {
-        res += size;
-    }
-
-    return res;
-}
-
 llama_kv_evict * llama_kv_evict::get(llama_context & ctx) {
     auto * kv = find_cache(ctx.get_memory());
 
@@ -110,7 +98,7 @@ llama_kv_evict * llama_kv_evict::get(llama_context & ctx) {
 
 // an op that its device lacks would abort the process when the graph is split, so ask first
 // returns what is missing; an engine that evicts nothing by itself does without compaction
-std::string llama_kv_evict::probe(const llama_kv_cache & kv, llama_kv_evict_params & params) {
+std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_params & params) {
     for (const auto & layer : kv.layers) {
         const auto buft = ggml_backend_buffer_get_type(layer.k->buffer);
 
@@ -215,7 +203,7 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
         msg = refuse(ctx, kv);
     }
     if (msg.empty()) {
-        msg = probe(*kv, params);
+        msg = check_ops(*kv, params);
     }
     if (!msg.empty()) {
         return msg;
@@ -250,6 +238,13 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     }
 
     evict->set_coef();
+    evict->release();
+
+    // some models choose their RoPE factors by the positions of a context
+    if (params.n_ctx > 0) {
+        ctx.cparams.n_ctx_seq = GGML_PAD((params.n_ctx + ctx.n_seq_max() - 1)/ctx.n_seq_max(), 256);
+        ctx.cparams.n_ctx     = ctx.cparams.n_ctx_seq*ctx.n_seq_max();
+    }
 
     return "";
 }
@@ -277,7 +272,9 @@ llama_kv_evict_params llama_kv_evict_default_params(void) {
         /*.n_pool       =*/ 7,
         /*.n_refresh    =*/ 1,
         /*.seed         =*/ 0,
+        /*.n_ctx        =*/ 0,
         /*.frozen       =*/ false,
+        /*.bounded      =*/ false,
         /*.compact      =*/ true,
     };
 }
@@ -330,6 +327,12 @@ bool llama_kv_evict_prompt(llama_context * ctx, llama_seq_id seq_id, int32_t n_t
     return evict && guarded(__func__, false, [&] { return evict->prompt(*ctx, seq_id, n_tokens); });
 }
 
+bool llama_kv_evict_probe(llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens) {
+    auto * evict = get_engine(ctx, seq_id);
+
+    return evict && guarded(__func__, false, [&] { return evict->probe(*ctx, seq_id, n_tokens); });
+}
+
 int32_t llama_kv_evict_cells(llama_context * ctx, llama_seq_id seq_id, llama_kv_evict_cell * cells, int32_t n_max) {
     auto * evict = get_engine(ctx, seq_id);
     if (!evict) {
@@ -364,7 +367,6 @@ bool llama_kv_evict_get_stats(llama_context * ctx, llama_kv_evict_stats * stats)
 
     return guarded(__func__, false, [&] {
         *stats = evict->get_stats(*ctx);
-        stats->kv_bytes = kv_size(ctx->get_memory());
         return true;
     });
 }

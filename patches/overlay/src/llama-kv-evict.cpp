@@ -114,17 +114,29 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
     const uint32_t n_new  = pos.size();
     const uint32_t n_used = kv.v_cells[s].seq_pos_get(s).size();
 
+    const uint32_t n_room = kv.get_size() - std::min(kv.get_size(), n_new);
+
     seq.p0 = pos.front();
     seq.p1 = pos.back() + 1;
 
-    if (n_used == 0 || (seq.n_prompt >= 0 ? seq.n_prompt > 0 : n_new > 1)) {
+    if (n_used == 0 || seq.n_probe > 0 || (seq.n_prompt >= 0 ? seq.n_prompt > 0 : n_new > 1)) {
         if (seq.phase_cur != PHASE_PROMPT) {
             seq.phase_cur = PHASE_PROMPT;
+            seq.is_probed = false;
             seq.window.clear();
+
+            for (auto & cell : seq.cells) {
+                cell.interim = 0.0f;
+            }
+        }
+
+        if (params.bounded) {
+            cut(s, n_room, n_room);
         }
 
         // the prompt's last n_window tokens are scored; they may stand in several batches
-        const size_t n_left = seq.n_prompt > 0 ? seq.n_prompt : n_new;
+        // bounded: those of every batch, the next one may need room
+        const size_t n_left = seq.n_prompt > 0 && seq.n_probe == 0 && !params.bounded ? seq.n_prompt : n_new;
         score(s, pos, n_left - std::min<size_t>(n_left, params.n_window), std::min<size_t>(n_left, n_new));
     } else if (seq.phase_cur == PHASE_PROMPT) {
         seq.phase_cur  = PHASE_FIRST;
@@ -141,11 +153,17 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
             seq.n_budget = std::min<uint64_t>(n_budget_open, std::max<uint64_t>(n_min, params.budget_share*n_pos));
         }
 
+        if (params.bounded) {
+            cut(s, n_room, n_room);
+        }
+
         score(s, pos, 0, 1);
     } else {
         seq.phase_cur = PHASE_DECODE;
 
-        cut(s, n_new);
+        // down to n_budget after n_refresh more tokens
+        const auto below = [&seq](uint32_t n) { return seq.n_budget - std::min(seq.n_budget, n); };
+        cut(s, below(n_new), below(std::max(params.n_refresh, n_new)));
 
         // a cut should see a fresh row: score when the next step has to cut
         const bool is_full = kv.v_cells[s].seq_pos_get(s).size() + 2*n_new > seq.n_budget;
@@ -155,7 +173,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         }
     }
 
-    plan(s);
+    plan(s, n_new);
 }
 
 // tokens [i0, i1) of the sequence's batch get a row each
@@ -270,7 +288,7 @@ std::vector<bool> llama_kv_evict::scan(uint32_t s) {
         seq.window.clear();
     }
 
-    if (seq.n_prompt > 0 && seq.phase_cur == PHASE_PROMPT) {
+    if (seq.n_prompt > 0 && seq.n_probe == 0 && seq.phase_cur == PHASE_PROMPT) {
         seq.n_prompt = std::max(0, seq.n_prompt - n_new);
     }
 
@@ -288,6 +306,7 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 
     std::vector<float> mass(n);
     std::vector<float> part(n);
+    std::vector<float> first;
 
     for (const auto & query : seq.queries) {
         const auto is_query = [&query](const cell_state & cell) { return cell.pos == query.pos; };
@@ -320,7 +339,12 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
         switch (seq.phase_cur) {
             case PHASE_PROMPT:
                 {
-                    seq.window.push_back({ (uint32_t) (it - seq.cells.begin()), mass });
+                    if (seq.n_probe > 0 || (params.bounded && !seq.is_probed)) {
+                        join(first, mass);
+                    }
+                    if (seq.n_probe == 0) {
+                        seq.window.push_back({ (uint32_t) (it - seq.cells.begin()), mass });
+                    }
                     if (seq.window.size() > params.n_window) {
                         seq.window.pop_front();
                     }
@@ -337,27 +361,48 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
                 } break;
         }
     }
+
+    if (!first.empty()) {
+        // blind to the question: passages rather than words
+        pool(s, first, 2*params.n_pool, &cell_state::interim);
+    }
 }
 
-// the first ranking: window and first decode query, pooled over neighbouring positions
+// several queries that rank together: their max, or sum
+void llama_kv_evict::join(std::vector<float> & dst, const std::vector<float> & mass) const {
+    dst.resize(std::max(dst.size(), mass.size()), 0.0f);
+
+    for (size_t i = 0; i < mass.size(); ++i) {
+        dst[i] = params.aggregation == LLAMA_KV_AGGREGATION_SUM ? dst[i] + mass[i] : std::max(dst[i], mass[i]);
+    }
+}
+
+// the first ranking: window and first decode query
 void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass) {
     auto & seq = seqs[s];
 
-    const bool is_sum = params.aggregation == LLAMA_KV_AGGREGATION_SUM;
-
     std::vector<float> first = mass;
     for (const auto & row : seq.window) {
-        for (size_t i = 0; i < std::min(first.size(), row.mass.size()); ++i) {
-            first[i] = is_sum ? first[i] + row.mass[i] : std::max(first[i], row.mass[i]);
-        }
+        join(first, row.mass);
     }
     seq.window.clear();
 
+    // scores of an earlier prompt stay if they are higher
+    pool(s, first, params.n_pool/2, &cell_state::score);
+
+    if (seq.is_probed) {
+        seq.is_probed = false;
+        for (uint32_t i = 0; i < seq.n_cells; ++i) {
+            seq.cells[i].score = std::max(seq.cells[i].score, seq.cells[i].interim);
+        }
+    }
+}
+
+// dst = max(dst, mean over the resident positions [pos - n_side, pos + n_side])
+void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst) {
     const auto & by_pos = kv.v_cells[s].seq_pos_get(s);
 
-    const llama_pos n_side = params.n_pool/2;
-
-    // mean over the resident positions [pos - n_side, pos + n_side], as a sliding sum
+    // a sliding sum
     auto   lo  = by_pos.begin();
     auto   hi  = by_pos.begin();
     double sum = 0.0;
@@ -365,14 +410,14 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass) {
 
     for (const auto & [pos, i] : by_pos) {
         for (; hi != by_pos.end() && hi->first <= pos + n_side; ++hi, ++n) {
-            sum += first[hi->second];
+            sum += mass[hi->second];
         }
         for (; lo->first < pos - n_side; ++lo, --n) {
-            sum -= first[lo->second];
+            sum -= mass[lo->second];
         }
 
-        // scores of an earlier prompt stay if they are higher
-        seq.cells[i].score = std::max(seq.cells[i].score, (float) std::max(0.0, sum/n));
+        float & value = seqs[s].cells[i].*dst;
+        value = std::max(value, (float) std::max(0.0, sum/n));
     }
 }
 
@@ -422,14 +467,15 @@ float llama_kv_evict::score_init(llama_pos pos) const {
 // the cut
 //
 
-void llama_kv_evict::cut(uint32_t s, uint32_t n_new) {
+// if there are more than n_most cells: down to n_target
+void llama_kv_evict::cut(uint32_t s, uint32_t n_most, uint32_t n_target) {
     auto & seq = seqs[s];
 
     const auto & cells = kv.v_cells[s];
 
     const uint32_t n_used = cells.seq_pos_get(s).size();
 
-    if (params.scorer == LLAMA_KV_SCORER_NONE || n_used + n_new <= seq.n_budget) {
+    if (params.scorer == LLAMA_KV_SCORER_NONE || n_used <= n_most) {
         return;
     }
 
@@ -445,13 +491,12 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_new) {
 
         if (pos < pos_recent && !is_protected(pos) && !is_image) {
             const bool outranks = params.frozen && seq.cells[i].generated;
-            ranks.emplace_back(outranks, outranks ? 0.0f : seq.cells[i].score, pos, i);
+            const float score = seq.phase_cur == PHASE_DECODE ? seq.cells[i].score : std::max(seq.cells[i].score, seq.cells[i].interim);
+            ranks.emplace_back(outranks, outranks ? 0.0f : score, pos, i);
         }
     }
 
-    // down to n_budget after n_refresh more tokens
-    const uint32_t n_target = seq.n_budget - std::min(seq.n_budget, std::max(params.n_refresh, n_new));
-    const uint32_t n_cut    = std::min<uint32_t>(ranks.size(), n_used - std::min(n_used, n_target));
+    const uint32_t n_cut = std::min<uint32_t>(ranks.size(), n_used - std::min(n_used, n_target));
 
     std::nth_element(ranks.begin(), ranks.begin() + n_cut, ranks.end());
 
@@ -511,7 +556,7 @@ uint32_t llama_kv_evict::n_protected(llama_pos p0, llama_pos p1, llama_pos n_pos
 //
 
 // survivors above the budget move into the holes below it
-void llama_kv_evict::plan(uint32_t s) {
+void llama_kv_evict::plan(uint32_t s, uint32_t n_new) {
     auto & seq = seqs[s];
 
     const auto & cells = kv.v_cells[s];
@@ -523,7 +568,7 @@ void llama_kv_evict::plan(uint32_t s) {
 
     const uint32_t n_end  = cells.used_max_p1();
     const bool     is_open = params.scorer == LLAMA_KV_SCORER_NONE || seq.n_budget == n_budget_open;
-    const uint32_t n_keep  = std::max(is_open ? 0 : seq.n_budget, cells.get_used());
+    const uint32_t n_keep  = std::max(is_open ? 0 : seq.n_budget, cells.get_used() + n_new);
 
     if (n_keep >= n_end || GGML_PAD(n_end, n_kv_pad) == GGML_PAD(n_keep, n_kv_pad)) {
         return; // nothing to gain
@@ -602,6 +647,28 @@ bool llama_kv_evict::prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n
     return true;
 }
 
+bool llama_kv_evict::probe(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens) {
+    settle(lctx);
+
+    auto & seq = seqs[seq_id];
+
+    if (!params.bounded || seq.phase_cur != PHASE_PROMPT) {
+        return false;
+    }
+
+    // the first probe: what the prompt's own queries valued no longer counts
+    if (n_tokens > 0 && !seq.is_probed) {
+        seq.is_probed = true;
+        for (auto & cell : seq.cells) {
+            cell.interim = 0.0f;
+        }
+    }
+
+    seq.n_probe = std::max(0, n_tokens);
+
+    return true;
+}
+
 std::vector<llama_kv_evict_cell> llama_kv_evict::cells(llama_context & lctx, llama_seq_id seq_id) {
     settle(lctx);
 
@@ -650,6 +717,7 @@ llama_kv_evict_stats llama_kv_evict::get_stats(llama_context & lctx) {
         res.n_cells += cells.size();
         res.n_used  += cells.get_used();
     }
+    get_bytes(*lctx.get_memory(), res);
 
     res.n_reused   = lctx.n_reused;
     res.t_score_ms = op_timed ? stats.t_score_ms + 1e-3*t_op_us : NAN;

@@ -48,6 +48,7 @@
 
 class llama_kv_cache;
 class llama_kv_cells;
+struct llama_memory_i;
 
 struct llama_kv_evict {
     llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params & params);
@@ -104,6 +105,8 @@ struct llama_kv_evict {
 
     bool prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens);
 
+    bool probe(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens);
+
     std::vector<llama_kv_evict_cell> cells(llama_context & lctx, llama_seq_id seq_id);
 
     int32_t keep(llama_context & lctx, llama_seq_id seq_id, std::vector<llama_pos> pos);
@@ -111,12 +114,18 @@ struct llama_kv_evict {
     llama_kv_evict_stats get_stats(llama_context & lctx);
 
 private:
-    static std::string refuse(llama_context & ctx, llama_kv_cache * kv);
-    static std::string probe (const llama_kv_cache & kv, llama_kv_evict_params & params);
+    static std::string refuse   (llama_context & ctx, llama_kv_cache * kv);
+    static std::string check_ops(const llama_kv_cache & kv, llama_kv_evict_params & params);
 
     void alloc_rows();
     void set_coef();
     void take_op_times(llama_context & lctx);
+
+    // memory (llama-kv-evict-memory.cpp): give the pages of cells back that are not used, all or those of a stream
+    void release();
+    void release(uint32_t s);
+
+    void get_bytes(llama_memory_i & memory, llama_kv_evict_stats & stats) const;
 
     enum phase { PHASE_PROMPT, PHASE_FIRST, PHASE_DECODE };
 
@@ -126,6 +135,7 @@ private:
         llama_token tok = LLAMA_TOKEN_NULL;
 
         float score     = 0.0f;
+        float interim   = 0.0f;  // bounded prefill: what the batches of the prompt so far put on it
         bool  generated = false; // entered by a decode step since the last prompt
     };
 
@@ -149,6 +159,8 @@ private:
 
         phase    phase_cur  = PHASE_PROMPT;
         int32_t  n_prompt   = -1; // announced prompt tokens that are still to come, -1 = none were announced
+        int32_t  n_probe    = 0;  // announced tokens of a probe
+        bool     is_probed  = false;
         uint32_t n_budget   = 0;
         uint32_t n_unscored = 0;  // decode steps since the last scored one
 
@@ -171,10 +183,13 @@ private:
     void rank     (uint32_t s, const std::vector<float> & mass);
     void add_mass (uint32_t s, const std::vector<float> & mass);
 
+    void join(std::vector<float> & dst, const std::vector<float> & mass) const;
+    void pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst);
+
     void begin_seq(uint32_t s, const std::vector<llama_pos> & pos);
     void score    (uint32_t s, const std::vector<llama_pos> & pos, size_t i0, size_t i1);
-    void cut      (uint32_t s, uint32_t n_new);
-    void plan     (uint32_t s);
+    void cut      (uint32_t s, uint32_t n_most, uint32_t n_target);
+    void plan     (uint32_t s, uint32_t n_new);
     void remove   (uint32_t s, const std::vector<uint32_t> & idxs);
     void moved    (uint32_t s, const llama_kv_cells & meta);
 
