@@ -57,7 +57,7 @@ def done(tiny, stock_lib_dir, tmp_path_factory):
     """One whole run of the command: its output and its files."""
     folder = tmp_path_factory.mktemp("out")
     result = bench(
-        *("-m", tiny, "-p", f"{N_PROMPT},200", "--budget", BUDGET, "-n", N_DECODED, "--block", 4),
+        *("-m", tiny, "-p", N_PROMPT, "--budget", BUDGET, "-n", N_DECODED, "--block", 4),
         *("-r", 2, "-t", 1, "--policies", "inertiakv,streaming-llm", "--stock-lib", stock_lib_dir),
         *("--openvino", "off", "--json", folder / "bench.json", "--plots", folder / "plots"),
     )
@@ -67,22 +67,23 @@ def done(tiny, stock_lib_dir, tmp_path_factory):
 
 def test_json_has_every_side_and_every_raw_repeat(done):
     _, results, _ = done
-    assert [group["n_prompt"] for group in results["groups"]] == [N_PROMPT, 200]
-    for group in results["groups"]:
-        assert [side["name"] for side in group["sides"]] == SIDES
-        for side in group["sides"]:
-            assert side["failed"] == ""
-            assert len(side["repeats"]) == 2
-            for repeat in side["repeats"]:
-                assert len(repeat["prefill"]) == 1
-                assert len(repeat["settle"]) == N_SETTLE
-                assert [len(turn) for turn in repeat["turns"]] == [5, 5, 5]
-            unknown = {name for name, cell in side["summary"].items() if cell is None}
-            assert unknown == expected_unknown(side)
+    (group,) = results["groups"]
+    assert group["n_prompt"] == N_PROMPT
+    assert [side["name"] for side in group["sides"]] == SIDES
+    for side in group["sides"]:
+        assert side["failed"] == ""
+        assert len(side["repeats"]) == 2
+        for repeat in side["repeats"]:
+            assert len(repeat["prefill"]) == 1
+            assert len(repeat["settle"]) == N_SETTLE
+            assert [len(turn) for turn in repeat["turns"]] == [5, 5, 5]
+        unknown = {name for name, cell in side["summary"].items() if cell is None}
+        assert unknown == expected_unknown(side)
 
 
 def expected_unknown(side) -> set[str]:
     unknown = set() if side["policy"] else {"cut_ms"}
+    unknown |= {"kv_bytes_resident"} if side["kind"] == "stock" else set()
     if side["name"] == SIDES[1]:  # its prompt is another one
         return unknown | {"x_stock_prefill"}
     return unknown if side["budget"] else unknown | {"x_stock_at_budget"}
@@ -111,19 +112,23 @@ def test_bytes_are_those_of_the_cells(done):
 
 def test_table_has_every_side(done):
     rows = [line.split("|") for line in done[0].stdout.splitlines() if line.startswith("|")]
-    assert [row[1].strip() for row in rows if row[1].strip() in SIDES] == SIDES * 2
+    assert [row[1].strip() for row in rows if row[1].strip() in SIDES] == SIDES
     assert len({len(row) for row in rows}) == 1
 
 
-def test_plots_are_pngs_of_the_stated_size(done):
+def test_plots_are_pngs_of_the_stated_size(done, tmp_path):
+    _, results, bars = done
+    # a second prompt, so that there are lines instead of bars
+    longer = {**results["groups"][0], "n_prompt": 2 * N_PROMPT}
+    plots.write({**results, "groups": [*results["groups"], longer]}, tmp_path)
     names = ["decode_by_budget", "decode_by_prompt", "memory_by_prompt", "prefill_by_prompt"]
-    paths = sorted(done[2].iterdir())
-    assert [path.name for path in paths] == [f"{name}.png" for name in names]
-    for path in paths:
-        head = path.read_bytes()[:24]
-        assert head[:8] == b"\x89PNG\r\n\x1a\n"
-        width, height = struct.unpack(">II", head[16:24])
-        assert (width, height) == tuple(int(inches * plots.DPI) for inches in plots.SIZE)
+    for folder in (bars, tmp_path):
+        paths = sorted(folder.iterdir())
+        assert [path.name for path in paths] == [f"{name}.png" for name in names]
+        for path in paths:
+            head = path.read_bytes()[:24]
+            assert head[:8] == b"\x89PNG\r\n\x1a\n"
+            assert struct.unpack(">II", head[16:24]) == (1200, 600)
 
 
 def test_a_turn_counts_all_but_its_first_token():

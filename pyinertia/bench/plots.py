@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ MIB = 2**20
 SIZE, DPI = (10.0, 5.0), 120  # inches, pixels per inch
 # Okabe and Ito, Color Universal Design (jfly.uni-koeln.de/color), grey for their yellow
 COLOURS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#999999", "#0072B2", "#D55E00", "#CC79A7"]
+MAX_TICKS = 6  # beyond, matplotlib places them
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 
 
@@ -105,22 +107,18 @@ def _grid(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
 def _steady(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     settings, windows = results["settings"], results["windows"]
     panels = []
-    for metric, names in {STEADY: ["mean_ms", "median_ms"], STEADY_RSS: ["rss"]}.items():
-        lines = [
-            Line(
-                name.partition("_")[0],
-                [w["n_tokens"] for w in windows],
-                [_point(w[name]) for w in windows],
-            )
-            for name in names
-            if all(w[name] is not None for w in windows)
-        ]
+    names = {STEADY: {"mean_ms": "mean", "median_ms": "median"}, STEADY_RSS: {"rss": "RSS"}}
+    for metric, labels in names.items():
+        x = [window["n_tokens"] for window in windows]
+        columns = {label: [window[name] for window in windows] for name, label in labels.items()}
+        lines = [Line(label, x, list(map(_point, values))) for label, values in columns.items()]
         panels.append(Panel(metric, lines))
     title = f"{settings['policies'][0]}, budget {settings['budgets'][0]}"
     yield "steady", Figure(panels, "tokens decoded, ten windows", title)
 
 
-def _point(value: float) -> dict[str, float]:
+def _point(value: float | None) -> dict[str, float]:
+    value = math.nan if value is None else value
     return {"median": value, "min": value, "max": value}
 
 
@@ -205,7 +203,11 @@ def _draw_lines(axes: Any, panel: Panel, names: list[str]) -> None:
             elinewidth=0.8,
             capsize=3,
         )
-    axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
+    if len(ticks) <= MAX_TICKS:
+        if ticks[-1] > MAX_TICKS * ticks[0]:
+            axes.set_xscale("log")
+            axes.minorticks_off()
+        axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
     axes.set_ylabel(panel.metric.title)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)

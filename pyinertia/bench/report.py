@@ -30,6 +30,7 @@ SPEED: Columns = {
 MEMORY: Columns = {
     "rss_peak": ("peak RSS\nMiB", lambda x: f"{x / MIB:.0f}"),
     "kv_bytes": ("KV\nMiB", lambda x: f"{x / MIB:.1f}"),
+    "kv_bytes_resident": ("KV resident\nMiB", lambda x: f"{x / MIB:.1f}"),
     "kv_bytes_used": ("KV used\nMiB", lambda x: f"{x / MIB:.1f}"),
 }
 
@@ -44,7 +45,8 @@ bandwidth    the weights and the used KV cells, which a step must read, at the {
 first token  from the start of the prompt to the logits behind it, without the first cut
 first cut    what its step takes beyond an ordinary one: readback, choice, compaction
 peak RSS     of the side's process; the pages of the model file and Python are in it
-KV, KV used  bytes of K and V that are allocated, and of the cells in use at the end
+KV           bytes of K and V that are allocated; resident: in physical memory at the end, where
+             our engine knows; used: of the cells in use at the end
 openvino     the same file, prompt and KV type (q8_0 is its u8); it decodes its own greedy tokens"""
 
 

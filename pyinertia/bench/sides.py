@@ -153,7 +153,9 @@ class Side:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        answer: dict[str, Any] = (
+            json.loads(line) if line.endswith("\n") else {"error": self._last_words()}
+        )
         self.failed = " ".join(answer.pop("error", "").split())
         return answer
 

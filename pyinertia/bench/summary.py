@@ -38,7 +38,7 @@ def _cells(
         pairs = zip(side.repeats, next(rivals, []), strict=False)
         cells[name] = _cell(ratio(ours, theirs) for ours, theirs in pairs)
     memory = next((repeat.stats for repeat in reversed(side.repeats) if repeat.stats), {})
-    for name in ("rss_peak", "kv_bytes", "kv_bytes_used"):
+    for name in ("rss_peak", "kv_bytes", "kv_bytes_resident", "kv_bytes_used"):
         cells[name] = _cell([memory.get(name)])
     decode, cells["bandwidth_share"] = cells["decode_ms"], None
     # how OpenVINO stores the weights is not known

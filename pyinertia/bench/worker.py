@@ -12,20 +12,21 @@ not in Python itself is imported where it is needed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 N_BATCH, N_WARM_UP = 512, 64
-
 
 # OpenVINO's names of llama.cpp's cache types; one that it lacks is left to its default
 OPENVINO_TYPES = {"f32": "f32", "f16": "f16", "bf16": "bf16", "q8_0": "u8", "q4_0": "u4"}
@@ -59,7 +60,7 @@ class LlamaCpp:
         if not self.ours and hasattr(binding._lib, "llama_kv_evict_attach"):
             msg = f"{binding._lib._name} is a patched library, not stock"
             raise RuntimeError(msg)
-        self.log: list[str] = []
+        self.log: deque[str] = deque()
         self._callback = self.low.llama_log_callback(self._take_log)
         self.low.llama_log_set(self._callback, None)
         warnings.simplefilter("ignore")  # a small budget is the user's choice here
@@ -80,7 +81,14 @@ class LlamaCpp:
             )
         except ValueError as error:
             errors = [line.strip() for line in self.log if "error" in line.lower()]
-            raise RuntimeError("; ".join([str(error), *errors[-1:]])) from error
+            raise type(error)("; ".join([str(error), *errors[-1:]])) from error
+        # llama_cpp has no call for their sizes, but a line per cache: two with sliding windows
+        line = r" size = +([\d.]+) MiB \( *(\d+) cells"
+        self.caches = [
+            (int(float(mib) * 2**20), int(n_cells))
+            for mib, n_cells in re.findall(line, "".join(self.log))
+        ]
+        self.log = deque(maxlen=0)  # it would grow
 
     def _take_log(self, _level: int, text: bytes, _data: Any) -> None:
         self.log.append(text.decode("utf-8", "replace"))
@@ -103,19 +111,14 @@ class LlamaCpp:
     def stats(self) -> dict[str, Any]:
         """Bytes of K and V, and the counters of our engine."""
         if self.ours:
-            stats = self.llm.kv_stats()
-            found = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
-            used = found["kv_bytes"] * found["n_used"] // found["n_cells"]
-            return {"kv_bytes_used": used, **found}
-        # llama_cpp has no call for it, but a line in its log per cache: two with sliding windows
-        found = {"kv_bytes": 0, "kv_bytes_used": 0}
-        for size, n_cells in re.findall(
-            r" size = +([\d.]+) MiB \( *(\d+) cells", "".join(self.log)
-        ):
-            n_bytes = float(size) * 2**20
-            found["kv_bytes"] += int(n_bytes)
-            found["kv_bytes_used"] += int(n_bytes * min(1.0, self.n_past / int(n_cells)))
-        return found
+            stats = asdict(self.llm.kv_stats())
+            return {name: value for name, value in stats.items() if not math.isnan(value)}
+        return {
+            "kv_bytes": sum(n_bytes for n_bytes, _ in self.caches),
+            "kv_bytes_used": sum(
+                n_bytes * min(self.n_past, n_cells) // n_cells for n_bytes, n_cells in self.caches
+            ),
+        }
 
 
 def _policy(job: dict[str, Any]) -> Any:
