@@ -14,6 +14,7 @@ SIZE, DPI = (10.0, 5.0), 120  # inches, pixels per inch
 # Okabe and Ito, Color Universal Design (jfly.uni-koeln.de/color), grey for their yellow
 COLOURS = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#999999", "#0072B2", "#D55E00", "#CC79A7"]
 MAX_TICKS = 6  # beyond, matplotlib places them
+DODGE = 0.005  # of the width, between two sides
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 
 
@@ -72,6 +73,7 @@ def check(folder: Path) -> None:
 
 def write(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the plots into a folder and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
     model = Path(results["settings"]["model"]).name
     figures = dict(_steady(results) if "windows" in results else _grid(results))
     every_line = (
@@ -188,15 +190,22 @@ def _draw(path: Path, figure: Figure, names: list[str]) -> None:
 
 def _draw_lines(axes: Any, panel: Panel, names: list[str]) -> None:
     ticks = sorted({x for line in panel.lines for x in line.x})
+    logarithmic = len(ticks) <= MAX_TICKS < ticks[-1] / ticks[0]
     for line in panel.lines:
         i = names.index(line.name)
         middle, errors = _values(line, panel.metric)
+        aside = DODGE * (i - len(names) / 2)  # many sides have the same values
+        if logarithmic:
+            x = [x * (ticks[-1] / ticks[0]) ** aside for x in line.x]
+        else:
+            x = [x + (ticks[-1] - ticks[0]) * aside for x in line.x]
         axes.errorbar(
-            line.x,
+            x,
             middle,
             yerr=errors,
             label=line.name,
             color=COLOURS[i % len(COLOURS)],
+            linestyle="-" if i < len(COLOURS) else "--",
             marker=MARKERS[i % len(MARKERS)],
             markersize=5,
             linewidth=1.2,
@@ -204,7 +213,7 @@ def _draw_lines(axes: Any, panel: Panel, names: list[str]) -> None:
             capsize=3,
         )
     if len(ticks) <= MAX_TICKS:
-        if ticks[-1] > MAX_TICKS * ticks[0]:
+        if logarithmic:
             axes.set_xscale("log")
             axes.minorticks_off()
         axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
