@@ -15,3 +15,7 @@ class PolicyError(PyInertiaError, ValueError):
 
 class ModelError(PyInertiaError, ValueError):
     """A model file cannot be read."""
+
+
+class BenchError(PyInertiaError, ValueError):
+    """A benchmark cannot run as it was asked for."""

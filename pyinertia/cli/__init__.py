@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from pyinertia.cli import about
+from pyinertia.cli import about, bench
 
 app = typer.Typer(
     help="llama.cpp with a KV cache that keeps what attention still needs.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+app.command("bench", help=bench.HELP)(bench.main)
 
 
 @app.callback(invoke_without_command=True)

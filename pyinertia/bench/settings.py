@@ -1,0 +1,172 @@
+"""What a benchmark was asked for, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import pyinertia
+from pyinertia import POLICIES
+from pyinertia.bench.worker import N_BATCH
+from pyinertia.errors import BenchError
+
+BOUNDED = "/bounded"
+N_SETTLE = 4  # first decode query, cut and compaction, new graph
+CHECKOUT = Path(pyinertia.__file__).parent.parent
+MODEL = CHECKOUT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+STOCK_LIB = CHECKOUT / "build" / "stock" / "install" / "pyinertia" / "lib"
+
+# the cache types of llama.cpp's own tools, and their numbers in enum ggml_type (ggml.h)
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6}
+KV_TYPES |= {"q4_1": 3, "q4_0": 2, "iq4_nl": 20}
+FLOATS = {"f32", "f16", "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Settings that all sides of one table share; they take turns."""
+
+    n_prompt: int
+    n_threads: int
+    type_k: str
+    type_v: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The grid, and how it is measured."""
+
+    model: Path
+    prompts: tuple[int, ...]
+    budgets: tuple[int, ...]
+    policies: tuple[str, ...]
+    threads: tuple[int, ...]
+    types_k: tuple[str, ...]
+    types_v: tuple[str, ...]  # empty: those of K
+    flash_attn: bool
+    n_tokens: int
+    n_block: int
+    repeats: int
+    stock_lib: Path | None
+    openvino: str | None  # a Python with openvino-genai
+
+    def groups(self) -> Iterator[Group]:
+        """One table each."""
+        for n_threads in self.threads:
+            for type_k in self.types_k:
+                for type_v in self.types_v or (type_k,):
+                    for n_prompt in self.prompts:
+                        yield Group(
+                            n_prompt=n_prompt, n_threads=n_threads, type_k=type_k, type_v=type_v
+                        )
+
+    def budgets_below(self, n_prompt: int) -> list[int]:
+        """The budgets that evict something of such a prompt."""
+        return [budget for budget in self.budgets if budget < n_prompt]
+
+    def left_out(self) -> Iterator[str]:
+        """What of the grid makes no sense, a line each."""
+        for n_prompt in self.prompts:
+            for budget in self.budgets:
+                if budget >= n_prompt:
+                    yield f"budget {budget} is left out at prompt {n_prompt}: nothing is evicted"
+
+    @property
+    def n_turns(self) -> int:
+        """Turns of a repeat; the first token of a turn is not counted, n_block are."""
+        return (self.n_tokens - N_SETTLE) // (self.n_block + 1)
+
+    @property
+    def n_decoded(self) -> int:
+        """Tokens decoded in a repeat, counted or not."""
+        return N_SETTLE + self.n_turns * (self.n_block + 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """In the form of the JSON file."""
+        paths = {k: str(v) for k, v in vars(self).items() if isinstance(v, Path)}
+        return asdict(self) | paths | {"n_batch": N_BATCH}
+
+    def check(self) -> None:
+        """Raise BenchError, or PolicyError, at the first thing that cannot run."""
+        if not self.model.is_file():
+            msg = f"--model {self.model}: there is no such file"
+            raise BenchError(msg)
+        counts = {"prompt": self.prompts, "budget": self.budgets, "threads": self.threads}
+        counts |= {"repeats": (self.repeats,), "block": (self.n_block,)}
+        for name, values in counts.items():
+            if not values or min(values) < 1:
+                msg = f"--{name} {_joined(values)}: must be at least 1"
+                raise BenchError(msg)
+        if self.n_turns < 1:
+            msg = (
+                f"--tokens {self.n_tokens}: {N_SETTLE} tokens settle the cut and a turn has "
+                f"{self.n_block + 1}; pass at least {N_SETTLE + self.n_block + 1}"
+            )
+            raise BenchError(msg)
+        self._check_types()
+        for name in self.policies:
+            for budget in self.budgets:
+                check_policy(name, budget)
+        for n_prompt in self.prompts:
+            if not self.budgets_below(n_prompt):
+                msg = (
+                    f"--prompt {n_prompt}: no --budget of {_joined(self.budgets)} is below it, "
+                    "nothing would be evicted"
+                )
+                raise BenchError(msg)
+        if self.stock_lib:
+            self._check_stock()
+
+    def _check_types(self) -> None:
+        for flag, types in {"-ctk": self.types_k, "-ctv": self.types_v}.items():
+            for name in types:
+                if name not in KV_TYPES:
+                    msg = f"{flag} {name}: must be one of {', '.join(KV_TYPES)}"
+                    raise BenchError(msg)
+        quantised = {*(self.types_v or self.types_k)} - FLOATS
+        if quantised and not self.flash_attn:
+            msg = (
+                f"-ctv {_joined(sorted(quantised))} with -fa off: a quantised V needs "
+                "flash attention; pass -fa on, or a float type for -ctv"
+            )
+            raise BenchError(msg)
+
+    def _check_stock(self) -> None:
+        if self.stock_lib and not any(self.stock_lib.glob("*llama.*")):
+            msg = f"--stock-lib {self.stock_lib}: the folder has no llama library"
+            raise BenchError(msg)
+        for budget in self.budgets:
+            if self.n_decoded >= budget:
+                msg = (
+                    f"--tokens {self.n_tokens} must be below --budget {budget}: stock with a "
+                    "context of that size has to hold them beside some prompt"
+                )
+                raise BenchError(msg)
+
+
+def split_policy(name: str) -> tuple[str, bool]:
+    """Return the policy's name, and whether its prefill is bounded."""
+    return name.removesuffix(BOUNDED), name.endswith(BOUNDED)
+
+
+def check_policy(name: str, budget: int) -> None:
+    """Raise where no policy of that name and budget can be made; the worker makes it."""
+    policy, _ = split_policy(name)
+    if policy not in POLICIES:
+        nearest = get_close_matches(policy, POLICIES, n=1, cutoff=0.0)[0]
+        msg = (
+            f"--policies {name}: known are {', '.join(POLICIES)}, each also with {BOUNDED} behind "
+            f"it. Did you mean {nearest!r}?"
+        )
+        raise BenchError(msg)
+    if not POLICIES[policy].evicts:
+        msg = f"--policies {name}: it evicts nothing; every table has it as kv_policy=None"
+        raise BenchError(msg)
+    replace(POLICIES[policy], n_budget=budget)
+
+
+def _joined(values: tuple[object, ...] | list[str]) -> str:
+    return ",".join(map(str, values))
