@@ -32,6 +32,7 @@ PROTOTYPES = {
     ),
     "ggml_new_graph": (c_void_p, [c_void_p]),
     "ggml_build_forward_expand": (None, [c_void_p, c_void_p]),
+    "ggml_kv_attn": (c_void_p, [c_void_p] * 9 + [c_int, c_float, c_float, c_float, c_bool]),
     "ggml_kv_mass": (c_void_p, [c_void_p] * 8 + [c_int, c_float, c_float, c_float, c_bool]),
     "ggml_kv_mass_take_time_us": (c_int64, [c_void_p]),
     "ggml_kv_move": (c_void_p, [c_void_p] * 3 + [c_int]),
@@ -130,6 +131,10 @@ class Context:
         """The values as a tensor of this type holds them."""
         x = self.cast(self.tensor(values, "f32"), type_)
         return (x if type_ == "f32" else self.cast(x, "f32")).array().astype(np.float64)
+
+    def result(self, ptr: int, shape: tuple[int, ...]) -> np.ndarray:
+        """A copy of the contiguous float32 tensor."""
+        return Tensor(self.lib, ptr, "f32", shape).array().copy()
 
     def compute(self, ptr: int, n_threads: int = 1, use_ref: bool = False) -> None:
         graph = self.lib.new_graph(self.ptr)

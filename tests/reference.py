@@ -1,4 +1,4 @@
-"""What ggml_kv_mass and ggml_kv_move compute, in float64 numpy. Written to be read."""
+"""What ggml_kv_attn, ggml_kv_mass and ggml_kv_move compute, in float64 numpy. Written to be read."""
 
 from __future__ import annotations
 
@@ -15,26 +15,45 @@ def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
 
 
 def attention(q, k, mask, *, scale, sinks=None, max_bias=0.0, softcap=0.0) -> np.ndarray:
-    """Softmax of one query.
+    """Softmax of the queries of one stream.
 
-    q [n_head, n_embd_head], k [n_kv, n_head_kv, n_embd_head], mask [n_kv] -> [n_head, n_kv]
+    q [n_tokens, n_head, n_embd_head], k [n_kv, n_head_kv, n_embd_head], mask [n_tokens, n_kv]
+    -> [n_head, n_tokens, n_kv]
     """
-    n_head = len(q)
+    n_head = q.shape[1]
+    seen = mask > -np.inf
+    k = np.where(seen.any(axis=0)[:, None, None], k, 0)  # what nobody sees may be anything
     k = np.repeat(k, n_head // k.shape[1], axis=1)
 
-    seen = mask > -np.inf
-    x = np.full((n_head, len(mask)), -np.inf)
-    x[:, seen] = np.einsum("hd,chd->hc", q, k[seen]) * scale
+    x = np.moveaxis(q, 1, 0) @ np.transpose(k, (1, 2, 0)) * scale
     if softcap:
-        x[:, seen] = softcap * np.tanh(x[:, seen] / softcap)
-    x[:, seen] += alibi_slopes(n_head, max_bias)[:, None] * mask[seen]
+        x = softcap * np.tanh(x / softcap)
+    x = x + alibi_slopes(n_head, max_bias)[:, None, None] * np.where(seen, mask, 0)
+    x = np.where(seen, x, -np.inf)
 
-    sink = np.full((n_head, 1), -np.inf) if sinks is None else sinks[:, None]
-    top = np.maximum(x.max(axis=1, keepdims=True), sink)
+    sink = np.full((n_head, 1, 1), -np.inf) if sinks is None else sinks[:, None, None]
+    top = np.maximum(x.max(axis=2, keepdims=True), sink)
     top[top == -np.inf] = 0  # sees nothing
     e = np.exp(x - top)
-    total = e.sum(axis=1, keepdims=True) + np.exp(sink - top)
+    total = e.sum(axis=2, keepdims=True) + np.exp(sink - top)
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+
+
+def kv_attn(q, k, v, mask, **params) -> np.ndarray:
+    """The op's result [n_tokens, n_head, n_embd_head_v].
+
+    q [n_tokens, n_head, n_embd_head_k], k and v [n_stream, n_kv, n_head_kv, n_embd_head],
+    mask [n_stream, n_tokens/n_stream, n_kv]; params as in attention()
+    """
+    n_stream, n_stream_tokens = mask.shape[:2]
+    n_gqa = q.shape[1] // k.shape[2]
+    out = []
+    for s in range(n_stream):
+        prob = attention(q[s * n_stream_tokens :][:n_stream_tokens], k[s], mask[s], **params)
+        seen = (mask[s] > -np.inf).any(axis=0)[:, None, None]
+        values = np.repeat(np.where(seen, v[s], 0), n_gqa, axis=1)
+        out.append(np.moveaxis(prob @ np.moveaxis(values, 1, 0), 0, 1))
+    return np.concatenate(out)
 
 
 def kv_mass(rows, q, k, mask, row_idx, coef, *, assign=False, **params) -> np.ndarray:
@@ -49,7 +68,7 @@ def kv_mass(rows, q, k, mask, row_idx, coef, *, assign=False, **params) -> np.nd
 
     for t in np.flatnonzero(row_idx >= 0):
         s, i = divmod(t, n_stream_tokens)
-        mass = attention(q[t], k[s], mask[s, i], **params).mean(axis=0)
+        mass = attention(q[t : t + 1], k[s], mask[s, i : i + 1], **params).mean(axis=0)[0]
         row = rows[row_idx[t], :n_kv]
         row[:] = (0 if assign else row) + coef * mass
     return rows

@@ -12,7 +12,11 @@ import bootstrap
 import pytest
 from conftest import OP_CASES
 
-EXPECTED = {"KV_MASS": 189, "KV_MOVE": 42}  # cases in patches/overlay/tests/test-kv-evict.h
+EXPECTED = {
+    "KV_ATTN": 269,
+    "KV_MASS": 189,
+    "KV_MOVE": 42,
+}  # cases in patches/overlay/tests/test-kv-evict.h
 
 
 @pytest.mark.parametrize("op", EXPECTED)

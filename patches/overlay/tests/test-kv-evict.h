@@ -1,6 +1,6 @@
 #pragma once
 
-// Cases of GGML_OP_KV_MASS and GGML_OP_KV_MOVE, included by test-backend-ops.cpp after its own
+// Cases of GGML_OP_KV_ATTN, GGML_OP_KV_MASS and GGML_OP_KV_MOVE, included by test-backend-ops.cpp after its own
 
 #include "ggml-kv-evict.h"
 
@@ -44,7 +44,11 @@ struct test_kv_mass : public test_case {
         return 2*hs*nh*gqa*kv*n_scored;
     }
 
-    ggml_tensor * build_graph(ggml_context * ctx) override {
+    struct operands {
+        ggml_tensor * rows, * q, * k, * m, * s, * coef, * idx;
+    };
+
+    operands build_operands(ggml_context * ctx) {
         const int64_t n_head   = nh*gqa;
         const int64_t n_tokens = nb*ns;
 
@@ -77,7 +81,13 @@ struct test_kv_mass : public test_case {
         ggml_tensor * idx = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_tokens);
         ggml_set_name(idx, "idx");
 
-        ggml_tensor * out = ggml_kv_mass(ctx, rows, q, k, m, s, coef, idx, 1, 1.0f/sqrtf(hs), max_bias, softcap, assign);
+        return { rows, q, k, m, s, coef, idx };
+    }
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        const operands a = build_operands(ctx);
+
+        ggml_tensor * out = ggml_kv_mass(ctx, a.rows, a.q, a.k, a.m, a.s, a.coef, a.idx, 1, 1.0f/sqrtf(hs), max_bias, softcap, assign);
         ggml_set_name(out, "out");
 
         return out;
@@ -107,15 +117,19 @@ struct test_kv_mass : public test_case {
     }
 
     // the last cells and a quarter of the others are masked; of many queries, one sees nothing
-    void init_mask(ggml_tensor * t, std::mt19937 & rng) const {
-        std::uniform_real_distribution<float> dis(-1.0f, 1.0f);
+    virtual bool is_masked(int64_t c, int64_t b, std::mt19937 & rng) const {
+        const bool masked = c > kv - kv/8 || rng()%4 == 0 || b == 3;
+        return masked && !(c == 0 && b == 0);
+    }
 
+    virtual float mask_value(std::mt19937 & rng) const {
+        return std::uniform_real_distribution<float>(-1.0f, 1.0f)(rng);
+    }
+
+    void init_mask(ggml_tensor * t, std::mt19937 & rng) const {
         std::vector<float> data(ggml_nelements(t));
         for (size_t i = 0; i < data.size(); i++) {
-            const int64_t c = i % kv;
-            const int64_t b = i / kv;
-            const bool masked = c > kv - kv/8 || rng()%4 == 0 || b == 3;
-            data[i] = masked && !(c == 0 && b == 0) ? -INFINITY : dis(rng);
+            data[i] = is_masked(i % kv, i / kv, rng) ? -INFINITY : mask_value(rng);
         }
 
         if (t->type == GGML_TYPE_F16) {
@@ -134,6 +148,81 @@ struct test_kv_mass : public test_case {
         }
         std::shuffle(data.begin(), data.end(), rng);
         ggml_backend_tensor_set(t, data.data(), 0, ggml_nbytes(t));
+    }
+};
+
+// GGML_OP_KV_ATTN: q, k, mask and rows as for GGML_OP_KV_MASS
+struct test_kv_attn : public test_kv_mass {
+    const int64_t   hsv;     // V head size
+    const ggml_type type_V;
+    const bool      v_trans;
+    const bool      causal;  // mask of a prompt's last batch
+    const bool      rows;    // compare the rows, not the attention
+
+    std::string vars() override {
+        return test_kv_mass::vars() + "," + VARS_TO_STR5(hsv, type_V, v_trans, causal, rows);
+    }
+
+    std::string op_desc(ggml_tensor * t) override {
+        GGML_UNUSED(t);
+        return "KV_ATTN";
+    }
+
+    test_kv_attn(int64_t hs, int64_t nh, int64_t gqa, int64_t kv, int64_t nb, int64_t ns, int64_t n_scored,
+                 ggml_type type_K, ggml_type type_V, bool v_trans = false, bool causal = false, bool rows = false,
+                 ggml_type type_mask = GGML_TYPE_F16, float max_bias = 0.0f, float softcap = 0.0f, bool sinks = false, int64_t hsv = 0)
+        : test_kv_mass(hs, nh, gqa, kv, nb, ns, n_scored, type_K, type_mask, max_bias, softcap, sinks, true),
+          hsv(hsv ? hsv : hs), type_V(type_V), v_trans(v_trans), causal(causal), rows(rows) {}
+
+    // q, K and V are not rounded: what is left is the rounding of sums, some 1e-6 of a logit
+    double max_nmse_err() override {
+        return 4*(2.7*1e-6)*(2.7*1e-6);
+    }
+
+    // as of GGML_OP_FLASH_ATTN_EXT, masked cells included
+    uint64_t op_flops(ggml_tensor * t) override {
+        GGML_UNUSED(t);
+        return 2*nh*gqa*nb*ns*(hs + hsv)*kv;
+    }
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        const operands a = build_operands(ctx);
+
+        ggml_tensor * v = ggml_new_tensor_4d(ctx, type_V, v_trans ? kv + 16 : hsv, v_trans ? hsv : nh, v_trans ? nh : kv + 16, ns);
+        ggml_set_name(v, "v");
+        v = v_trans ?
+            ggml_view_4d(ctx, v, kv, nh, hsv, ns, v->nb[2], v->nb[1], v->nb[3], 0) :
+            ggml_view_4d(ctx, v, hsv, nh, kv, ns, v->nb[1], v->nb[2], v->nb[3], 0);
+
+        ggml_tensor * out = ggml_kv_attn(ctx, a.q, a.k, v, a.m, a.s, a.rows, a.coef, a.idx, 1, 1.0f/sqrtf(hs), max_bias, softcap, assign);
+        ggml_set_name(out, "out");
+
+        // rows + 0, after the op
+        return rows ? ggml_add(ctx, a.rows, ggml_scale(ctx, ggml_view_1d(ctx, out, 1, 0), 0.0f)) : out;
+    }
+
+    bool is_masked(int64_t c, int64_t b, std::mt19937 & rng) const override {
+        return causal ? c > kv - nb + b%nb : test_kv_mass::is_masked(c, b, rng);
+    }
+
+    float mask_value(std::mt19937 & rng) const override {
+        return causal ? 0.0f : test_kv_mass::mask_value(rng);
+    }
+};
+
+// upstream's attention on the mask of a prompt's last batch
+struct test_flash_attn_causal : public test_flash_attn_ext {
+    test_flash_attn_causal(int64_t hs, int64_t nh, int64_t gqa, int64_t kv, int64_t nb, ggml_type type)
+        : test_flash_attn_ext(hs, hs, nh, { gqa, 1 }, kv, nb, true, false, 0.0f, 0.0f, GGML_PREC_F32, type, type, { 0, 2, 1, 3 }) {}
+
+    void initialize_tensors(ggml_context * ctx) override {
+        test_flash_attn_ext::initialize_tensors(ctx);
+
+        std::vector<ggml_fp16_t> data(kv*nb);
+        for (int64_t i = 0; i < kv*nb; i++) {
+            data[i] = ggml_fp32_to_fp16(i%kv > kv - nb + i/kv ? -INFINITY : 0.0f);
+        }
+        ggml_backend_tensor_set(ggml_get_tensor(ctx, "m"), data.data(), 0, data.size()*sizeof(data[0]));
     }
 };
 
@@ -222,6 +311,39 @@ static void add_test_cases_kv_evict_eval(std::vector<std::unique_ptr<test_case>>
     cases.emplace_back(new test_kv_mass(64, 1, 2,  100, 512, 1, 512, F16));
 
     for (ggml_type type : kv_evict_types) {
+        for (int64_t hs : { 64, 128, 256 }) {
+            for (int64_t nb : { 1, 8, 33 }) {
+                cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 1, 5, type, type));
+                cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 1, 5, type, type, false, false, true));
+                if (ggml_blck_size(type) == 1) {
+                    cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 2, 5, type, type, true, false, false, F32));
+                }
+            }
+        }
+    }
+    for (int64_t gqa = 1; gqa <= 8; gqa++) {
+        for (int64_t nb : { 1, 5, 20 }) {
+            cases.emplace_back(new test_kv_attn(80, 3, gqa, 257, nb, 1, 4, F16, F16));
+        }
+    }
+    for (float max_bias : { 0.0f, 8.0f }) {
+        for (float softcap : { 0.0f, 30.0f }) {
+            for (bool sinks : { false, true }) {
+                for (int64_t nb : { 1, 6, 40 }) {
+                    cases.emplace_back(new test_kv_attn(64, 3, 3, 300, nb, 1, 5, F16, F16, false, false, false, F16, max_bias, softcap, sinks, 128));
+                    cases.emplace_back(new test_kv_attn(64, 3, 3, 300, nb, 1, 5, F16, F16, false, false, true,  F16, max_bias, softcap, sinks, 128));
+                }
+            }
+        }
+    }
+    for (int64_t kv : { 512, 1000 }) {
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, F16,            F16,            false, true));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, F16,            F16,            true,  true));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, false, true));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv,   1, 1,  1, F16,            F16,            false, true));
+    }
+
+    for (ggml_type type : kv_evict_types) {
         for (int64_t n_move : { 1, 100 }) {
             cases.emplace_back(new test_kv_move(type, { 192, 256, 1, 1 }, 1, n_move));
             cases.emplace_back(new test_kv_move(type, { 64, 256, 3, 2 },  1, n_move));
@@ -241,6 +363,16 @@ static void add_test_cases_kv_evict_perf(std::vector<std::unique_ptr<test_case>>
         cases.emplace_back(new test_kv_mass(128, 8, 4, 4096,  1, 1,  1, type_K));
     }
     cases.emplace_back(new test_kv_mass(64, 3, 3, 8192, 512, 1, 0));
+
+    // attention of SmolLM2, beside upstream's
+    for (ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+        for (int64_t kv : { 512, 1024, 2048 }) {
+            cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 1, 1, 1, type, type, false, true));
+            cases.emplace_back(new test_flash_attn_causal(64, 3, 3, kv, 1, type));
+        }
+        cases.emplace_back(new test_kv_attn(64, 3, 3, 1536, 512, 1, 0, type, type, false, true));
+        cases.emplace_back(new test_flash_attn_causal(64, 3, 3, 1536, 512, type));
+    }
 
     cases.emplace_back(new test_kv_move(GGML_TYPE_F16,  { 192, 8192, 1, 1 }, 1, 400));
     cases.emplace_back(new test_kv_move(GGML_TYPE_Q8_0, { 192, 8192, 1, 1 }, 1, 400));

@@ -1,6 +1,6 @@
 #pragma once
 
-// Two ops for evicting KV cells: attention mass per cell, and moving cells inside the cache.
+// Ops for evicting KV cells: attention that keeps its mass per cell, that mass alone, and moving cells inside the cache.
 // Every table below stands again, line by line, as assertions in ggml-kv-evict.c.
 
 #include "ggml.h"
@@ -9,15 +9,53 @@
 extern "C" {
 #endif
 
-    // where ggml_kv_mass keeps its parameters, in units of op_params
-    enum ggml_kv_mass_param {
-        GGML_KV_MASS_IL       = 0, // i32
-        GGML_KV_MASS_ASSIGN   = 1, // i32
-        GGML_KV_MASS_SCALE    = 2, // f32
-        GGML_KV_MASS_MAX_BIAS = 3, // f32
-        GGML_KV_MASS_SOFTCAP  = 4, // f32
-        GGML_KV_MASS_TIME     = 8, // i64, microseconds, written by the CPU op
+    // where ggml_kv_attn and ggml_kv_mass keep their parameters, in units of op_params
+    enum ggml_kv_attn_param {
+        GGML_KV_ATTN_IL       = 0, // i32
+        GGML_KV_ATTN_ASSIGN   = 1, // i32
+        GGML_KV_ATTN_SCALE    = 2, // f32
+        GGML_KV_ATTN_MAX_BIAS = 3, // f32
+        GGML_KV_ATTN_SOFTCAP  = 4, // f32
+        GGML_KV_ATTN_V_TRANS  = 5, // i32, ggml_kv_attn only
+        GGML_KV_ATTN_TIME     = 8, // i64, ggml_kv_mass only: microseconds, written by the CPU op
     };
+
+    // Attention as ggml_flash_attn_ext computes it, for the shapes that a KV cache has:
+    //
+    //   result[t,h] = sum over cells c of softmax_c(q[t,h] . k[c,h/gqa]) v[c,h/gqa]
+    //
+    // As a side effect it adds the mass of selected queries to rows, as ggml_kv_mass does: rows is a source that is
+    // written, and who reads it has to wait for this node.
+    //
+    //   q        F32      [n_embd_head_k, n_head, n_tokens]             contiguous in dim 0
+    //   k        F32 F16 BF16 or quantised
+    //                     [n_embd_head_k, n_head_kv, n_kv, n_stream]    n_head a multiple of n_head_kv
+    //   v        as k     [n_embd_head_v, n_head_kv, n_kv, n_stream]    nb[1] <= nb[2], or transposed:
+    //            F32 F16 BF16
+    //                     [n_kv, n_head_kv, n_embd_head_v, n_stream]    nb[1] >  nb[2], contiguous in dim 0
+    //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]        -inf: not seen
+    //   sinks    F32      [n_head] or NULL
+    //   rows, coef, row_idx                                             as in ggml_kv_mass, or all NULL
+    //
+    //   result   F32      [n_embd_head_v, n_head, n_tokens]
+    //
+    // What K and V hold in a cell that no query of a stream sees may be anything. A query that sees no cell gets zeros.
+    // Sums are in f32, in an order of its own: the result is not bit for bit that of other attention.
+    GGML_API struct ggml_tensor * ggml_kv_attn(
+            struct ggml_context * ctx,
+            struct ggml_tensor  * q,
+            struct ggml_tensor  * k,
+            struct ggml_tensor  * v,
+            struct ggml_tensor  * mask,
+            struct ggml_tensor  * sinks,
+            struct ggml_tensor  * rows,
+            struct ggml_tensor  * coef,
+            struct ggml_tensor  * row_idx,
+            int                   il,
+            float                 scale,
+            float                 max_bias,
+            float                 logit_softcap,
+            bool                  assign);
 
     // Adds the attention mass of selected queries to rows, in place:
     //

@@ -2,31 +2,17 @@
 
 #include "ggml-impl.h"
 
-// ggml_kv_mass
+// what ggml_kv_attn and ggml_kv_mass have in common
 
-struct ggml_tensor * ggml_kv_mass(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * rows,
-        struct ggml_tensor  * q,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * sinks,
-        struct ggml_tensor  * coef,
-        struct ggml_tensor  * row_idx,
-        int                   il,
-        float                 scale,
-        float                 max_bias,
-        float                 logit_softcap,
-        bool                  assign) {
+static void assert_attention(
+        const struct ggml_tensor * q,
+        const struct ggml_tensor * k,
+        const struct ggml_tensor * mask,
+        const struct ggml_tensor * sinks) {
     const int64_t n_head   = q->ne[1];
     const int64_t n_tokens = q->ne[2];
     const int64_t n_kv     = k->ne[2];
     const int64_t n_stream = k->ne[3];
-
-    GGML_ASSERT(rows->type == GGML_TYPE_F32);
-    GGML_ASSERT(rows->ne[0] >= n_kv);
-    GGML_ASSERT(rows->ne[2] == 1 && rows->ne[3] == 1);
-    GGML_ASSERT(ggml_is_contiguous_rows(rows));
 
     GGML_ASSERT(q->type == GGML_TYPE_F32);
     GGML_ASSERT(q->ne[3] == 1);
@@ -49,6 +35,19 @@ struct ggml_tensor * ggml_kv_mass(
         GGML_ASSERT(sinks->ne[0] == n_head);
         GGML_ASSERT(ggml_is_vector(sinks) && ggml_is_contiguous(sinks));
     }
+}
+
+static void assert_rows(
+        const struct ggml_tensor * rows,
+        const struct ggml_tensor * coef,
+        const struct ggml_tensor * row_idx,
+        int                        il,
+        int64_t                    n_kv,
+        int64_t                    n_tokens) {
+    GGML_ASSERT(rows->type == GGML_TYPE_F32);
+    GGML_ASSERT(rows->ne[0] >= n_kv);
+    GGML_ASSERT(rows->ne[2] == 1 && rows->ne[3] == 1);
+    GGML_ASSERT(ggml_is_contiguous_rows(rows));
 
     GGML_ASSERT(coef->type == GGML_TYPE_F32);
     GGML_ASSERT(il >= 0 && il < coef->ne[0]);
@@ -57,17 +56,101 @@ struct ggml_tensor * ggml_kv_mass(
     GGML_ASSERT(row_idx->type == GGML_TYPE_I32);
     GGML_ASSERT(row_idx->ne[0] == n_tokens);
     GGML_ASSERT(ggml_is_vector(row_idx) && ggml_is_contiguous(row_idx));
+}
+
+static void set_params(
+        struct ggml_tensor * a,
+        int                  il,
+        bool                 assign,
+        float                scale,
+        float                max_bias,
+        float                logit_softcap) {
+    ggml_set_op_params_i32(a, GGML_KV_ATTN_IL,       il);
+    ggml_set_op_params_i32(a, GGML_KV_ATTN_ASSIGN,   assign);
+    ggml_set_op_params_f32(a, GGML_KV_ATTN_SCALE,    scale);
+    ggml_set_op_params_f32(a, GGML_KV_ATTN_MAX_BIAS, max_bias);
+    ggml_set_op_params_f32(a, GGML_KV_ATTN_SOFTCAP,  logit_softcap);
+}
+
+// ggml_kv_attn
+
+struct ggml_tensor * ggml_kv_attn(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * rows,
+        struct ggml_tensor  * coef,
+        struct ggml_tensor  * row_idx,
+        int                   il,
+        float                 scale,
+        float                 max_bias,
+        float                 logit_softcap,
+        bool                  assign) {
+    const bool v_trans = v->nb[1] > v->nb[2];
+
+    const int64_t n_embd_v = v->ne[v_trans ? 2 : 0];
+
+    assert_attention(q, k, mask, sinks);
+
+    GGML_ASSERT(v->type == GGML_TYPE_F32 || v->type == GGML_TYPE_F16 || v->type == GGML_TYPE_BF16 || ggml_is_quantized(v->type));
+    GGML_ASSERT(v->ne[1] == k->ne[1]);
+    GGML_ASSERT(v->ne[v_trans ? 0 : 2] == k->ne[2]);
+    GGML_ASSERT(v->ne[3] == k->ne[3]);
+    GGML_ASSERT(ggml_is_contiguous_rows(v));
+    GGML_ASSERT(!v_trans || ggml_blck_size(v->type) == 1);
+
+    GGML_ASSERT(!rows == !coef && !rows == !row_idx);
+    if (rows) {
+        assert_rows(rows, coef, row_idx, il, k->ne[2], q->ne[2]);
+    }
+
+    struct ggml_tensor * result = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_v, q->ne[1], q->ne[2]);
+
+    set_params(result, il, assign, scale, max_bias, logit_softcap);
+    ggml_set_op_params_i32(result, GGML_KV_ATTN_V_TRANS, v_trans);
+
+    // what may be NULL last: some loops over sources stop there
+    result->op     = GGML_OP_KV_ATTN;
+    result->src[0] = q;
+    result->src[1] = k;
+    result->src[2] = v;
+    result->src[3] = mask;
+    result->src[4] = rows;
+    result->src[5] = coef;
+    result->src[6] = row_idx;
+    result->src[7] = sinks;
+
+    return result;
+}
+
+// ggml_kv_mass
+
+struct ggml_tensor * ggml_kv_mass(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * rows,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * coef,
+        struct ggml_tensor  * row_idx,
+        int                   il,
+        float                 scale,
+        float                 max_bias,
+        float                 logit_softcap,
+        bool                  assign) {
+    assert_attention(q, k, mask, sinks);
+    assert_rows(rows, coef, row_idx, il, k->ne[2], q->ne[2]);
 
     struct ggml_tensor * result = ggml_view_tensor(ctx, rows);
 
-    ggml_set_op_params_i32(result, GGML_KV_MASS_IL,       il);
-    ggml_set_op_params_i32(result, GGML_KV_MASS_ASSIGN,   assign);
-    ggml_set_op_params_f32(result, GGML_KV_MASS_SCALE,    scale);
-    ggml_set_op_params_f32(result, GGML_KV_MASS_MAX_BIAS, max_bias);
-    ggml_set_op_params_f32(result, GGML_KV_MASS_SOFTCAP,  logit_softcap);
+    set_params(result, il, assign, scale, max_bias, logit_softcap);
 
     const int64_t t_never = -1;
-    memcpy(result->op_params + GGML_KV_MASS_TIME, &t_never, sizeof(t_never));
+    memcpy(result->op_params + GGML_KV_ATTN_TIME, &t_never, sizeof(t_never));
 
     // sinks last: some loops over sources stop at the first NULL
     result->op     = GGML_OP_KV_MASS;
@@ -86,10 +169,10 @@ int64_t ggml_kv_mass_take_time_us(struct ggml_tensor * a) {
     GGML_ASSERT(a->op == GGML_OP_KV_MASS);
 
     int64_t t_us;
-    memcpy(&t_us, a->op_params + GGML_KV_MASS_TIME, sizeof(t_us));
+    memcpy(&t_us, a->op_params + GGML_KV_ATTN_TIME, sizeof(t_us));
 
     if (t_us > 0) {
-        memset(a->op_params + GGML_KV_MASS_TIME, 0, sizeof(t_us));
+        memset(a->op_params + GGML_KV_ATTN_TIME, 0, sizeof(t_us));
     }
 
     return t_us;
