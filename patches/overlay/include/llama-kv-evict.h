@@ -55,7 +55,8 @@ extern "C" {
         uint32_t seed;         // for LLAMA_KV_SCORER_RANDOM
 
         bool     frozen;       // keep the first ranking; generated tokens outrank the prompt, oldest of them first
-        bool     compact;      // false leaves the holes of a cut in place (for tests)
+        bool     compact;      // false (for tests) leaves the holes of a cut in place, and attention to llama.cpp: a cut
+                               // then equals removing the same positions from a cache without an engine, bit for bit
     };
 
     struct llama_kv_evict_cell {
@@ -75,6 +76,7 @@ extern "C" {
         uint64_t n_reused;    // graphs that were reused, since the context was created
         uint64_t kv_bytes;    // bytes allocated for K and V
         double   t_score_ms;  // scoring: the op on the CPU plus the time rules; NaN where the op cannot be timed
+                              // once cut, the rules alone: the op is then part of attention, and its share unknown
         double   t_evict_ms;  // choosing and removing cells
         double   t_move_ms;   // compaction
     };

@@ -36,6 +36,14 @@ bool llama_kv_evict::scores_attention() const {
     return params.scorer == LLAMA_KV_SCORER_ATTENTION;
 }
 
+bool llama_kv_evict::evicts() const {
+    return params.scorer != LLAMA_KV_SCORER_NONE;
+}
+
+bool llama_kv_evict::fuses_attention() const {
+    return is_cut && params.compact;
+}
+
 // w_l ~ lambda^(L-1-l), sum 1, over the L scored layers
 void llama_kv_evict::set_coef() {
     const int n_scored = std::count(hooked.begin(), hooked.end(), true);
@@ -83,6 +91,7 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
     if (std::all_of(kv.v_cells.begin(), kv.v_cells.end(), is_empty)) {
         stats   = {};
         t_op_us = 0;
+        is_cut  = false;
     }
 
     std::vector<std::vector<llama_pos>> pos(seqs.size());
@@ -478,6 +487,8 @@ void llama_kv_evict::remove(uint32_t s, const std::vector<uint32_t> & idxs) {
     }
 
     seqs[s].has_holes = true;
+
+    is_cut = is_cut || evicts();
 
     stats.n_evicted += idxs.size();
     stats.n_evictions++;
