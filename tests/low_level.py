@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import llama_cpp as lc
 import numpy as np
 
@@ -11,15 +13,27 @@ from pyinertia import KVPolicy, _native
 class Context:
     """A context for n_seq sequences with an engine attached."""
 
-    def __init__(self, model, policy: KVPolicy, n_seq: int = 1, unified: bool = False) -> None:
+    def __init__(
+        self,
+        model,
+        policy: KVPolicy,
+        n_seq: int = 1,
+        unified: bool = False,
+        compact: bool = True,
+        watch: Callable[[int], None] | None = None,
+    ) -> None:
+        """watch(tensor) is called for every node that is computed."""
         self.policy = policy
         params = lc.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = 512 * n_seq, n_seq, unified
         params.n_threads = params.n_threads_batch = 1
         params.type_k = params.type_v = 0  # f32: batched and alone agree but for rounding
+        if watch:
+            self.watch = lc.ggml_backend_sched_eval_callback(lambda t, ask, _: watch(t) or not ask)
+            params.cb_eval = self.watch
         self.ctx = lc.llama_init_from_model(model, params)
         self.n_past = [0] * n_seq
-        self.refusal = _native.attach(self.ctx, policy, True)
+        self.refusal = _native.attach(self.ctx, policy, compact)
 
     def announce(self, seq_id: int, n_tokens: int) -> None:
         _native.prompt(self.ctx, seq_id, n_tokens)

@@ -1,4 +1,4 @@
-"""What ggml_kv_attn, ggml_kv_mass and ggml_kv_move compute, in float64 numpy. Written to be read."""
+"""What ggml_kv_attn, ggml_kv_mass and ggml_kv_move compute, in float64. Written to be read."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ extern "C" {
         bool     frozen;       // keep the first ranking; generated tokens outrank the prompt, oldest of them first
         bool     bounded;      // a prompt that outgrows the context's cells is cut while it enters: give the context at least
                                // n_budget + n_batch cells
-        bool     compact;      // false leaves the holes of a cut in place (for tests)
+        bool     compact;      // false (for tests) leaves the holes of a cut in place, and attention to llama.cpp: a cut
+                               // then equals removing the same positions from a cache without an engine, bit for bit
     };
 
     struct llama_kv_evict_cell {
@@ -80,6 +81,7 @@ extern "C" {
         uint64_t kv_bytes_used;     // bytes of the cells in use
         uint64_t kv_bytes_resident; // bytes in physical memory; kv_bytes where that cannot be told
         double   t_score_ms;  // scoring: the op on the CPU plus the time rules; NaN where the op cannot be timed
+                              // once cut, the rules alone: the op is then part of attention, and its share unknown
         double   t_evict_ms;  // choosing and removing cells
         double   t_move_ms;   // compaction
     };

@@ -17,12 +17,12 @@
 
 class llm_graph_input_kv_evict : public llm_graph_input_i {
 public:
-    llm_graph_input_kv_evict(std::shared_ptr<llama_kv_evict> evict) : evict(std::move(evict)) {}
+    llm_graph_input_kv_evict(std::shared_ptr<llama_kv_evict> evict) : evict(std::move(evict)), fused(this->evict->fuses_attention()) {}
 
     void set_input(const llama_ubatch * ubatch) override {
         take_times();
 
-        if (!coef->buffer || !row_idx->buffer) {
+        if (!coef || !coef->buffer || !row_idx->buffer) {
             return; // no layer of this graph is scored
         }
 
@@ -36,18 +36,21 @@ public:
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return row_idx->ne[0] == params.ubatch.n_tokens;
+        return fused == evict->fuses_attention() && (!row_idx || row_idx->ne[0] == params.ubatch.n_tokens);
     }
 
+    // NULL if attention is not scored
     ggml_tensor * coef    = nullptr; // F32 [n_layer]
     ggml_tensor * row_idx = nullptr; // I32 [n_tokens]
 
-    // the last node of each device, the next one continues it
+    // rows of each device as its last node leaves them, the next one continues; NULL: it is the first
     std::vector<ggml_tensor *> last;
 
     std::vector<ggml_tensor *> nodes;
 
     const std::shared_ptr<llama_kv_evict> evict;
+
+    const bool fused;
 
     // not in the destructor: the nodes are gone before their inputs
     void take_times() {
@@ -66,16 +69,94 @@ static llm_graph_input_kv_evict * get_input(const llm_graph_context & graph, con
 
     auto inp = std::make_unique<llm_graph_input_kv_evict>(evict);
 
-    inp->coef    = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_F32, evict->coef.size());
-    inp->row_idx = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_I32, graph.n_tokens);
-    ggml_set_input(inp->coef);
-    ggml_set_input(inp->row_idx);
-    ggml_set_name (inp->coef,    "kv_mass_coef");
-    ggml_set_name (inp->row_idx, "kv_mass_row_idx");
+    if (evict->scores_attention()) {
+        inp->coef    = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_F32, evict->coef.size());
+        inp->row_idx = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_I32, graph.n_tokens);
+        ggml_set_input(inp->coef);
+        ggml_set_input(inp->row_idx);
+        ggml_set_name (inp->coef,    "kv_mass_coef");
+        ggml_set_name (inp->row_idx, "kv_mass_row_idx");
+    }
 
     inp->last.resize(evict->devices.size(), nullptr);
 
     return static_cast<llm_graph_input_kv_evict *>(graph.res->add_input(std::move(inp)));
+}
+
+// rows live on the device that holds this layer's K
+static size_t get_device(const llama_kv_evict & evict, const ggml_tensor * k) {
+    const auto buft = ggml_backend_buffer_get_type(k->view_src->buffer);
+
+    const auto dev = std::find_if(evict.devices.begin(), evict.devices.end(),
+            [buft](const llama_kv_evict::device_rows & d) { return d.buft == buft; });
+    GGML_ASSERT(dev != evict.devices.end());
+
+    return dev - evict.devices.begin();
+}
+
+static float get_softcap(const llama_hparams & hparams) {
+    return hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+}
+
+ggml_tensor * build_kv_attn(
+        const llm_graph_context      & graph,
+        const llama_kv_cache_context * mctx,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * v,
+        ggml_tensor * kq_b,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+        ggml_tensor * v_mla,
+        float         kq_scale,
+        int           il) {
+    const auto & evict = mctx->get_evict();
+
+    if (!evict || !evict->evicts() || graph.cparams.training) {
+        return nullptr;
+    }
+
+    auto * inp = get_input(graph, evict); // it tells when a graph without the op is out of date, too
+
+    // the attention of Grok has a tanh of its own
+    if (!inp->fused || kq_b || v_mla || graph.arch == LLM_ARCH_GROK) {
+        return nullptr;
+    }
+
+    // buffers of the CPU may name no device
+    auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(k->view_src->buffer));
+    if (!dev) {
+        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+    if (!dev || ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+        return nullptr;
+    }
+
+    const auto & hparams = graph.hparams;
+
+    ggml_tensor *  rows = nullptr;
+    ggml_tensor ** last = nullptr;
+    if (evict->scores_attention()) {
+        const size_t i = get_device(*evict, k);
+
+        rows = evict->devices[i].rows;
+        last = &inp->last[i];
+    }
+
+    ggml_tensor * cur = ggml_kv_attn(graph.ctx0, q, k, v, kq_mask, sinks, rows, inp->coef, inp->row_idx, il,
+            kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last && !*last);
+    if (!ggml_backend_dev_supports_op(dev, cur)) {
+        return nullptr;
+    }
+    if (last) {
+        *last = rows;
+    }
+    graph.cb(cur, "kv_attn", il);
+
+    cur = ggml_reshape_2d(graph.ctx0, cur, cur->ne[0]*cur->ne[1], cur->ne[2]);
+    ggml_build_forward_expand(graph.gf, cur);
+
+    return cur;
 }
 
 void build_kv_mass(
@@ -95,21 +176,16 @@ void build_kv_mass(
 
     evict->hooked[il] = true;
 
-    // rows live on the device that holds this layer's K
-    const auto buft = ggml_backend_buffer_get_type(k->view_src->buffer);
-
-    const auto dev = std::find_if(evict->devices.begin(), evict->devices.end(),
-            [buft](const llama_kv_evict::device_rows & d) { return d.buft == buft; });
-    GGML_ASSERT(dev != evict->devices.end());
-
     auto * inp = get_input(graph, evict);
 
-    ggml_tensor *& last = inp->last[dev - evict->devices.begin()];
+    const size_t i = get_device(*evict, k);
+
+    ggml_tensor *& last = inp->last[i];
 
     const auto & hparams = graph.hparams;
 
-    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : dev->rows, q, k, kq_mask, sinks, inp->coef, inp->row_idx, il,
-            kq_scale, hparams.f_max_alibi_bias, hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f, last == nullptr);
+    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : evict->devices[i].rows, q, k, kq_mask, sinks, inp->coef, inp->row_idx, il,
+            kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last == nullptr);
     graph.cb(cur, "kv_mass", il);
 
     ggml_build_forward_expand(graph.gf, cur);

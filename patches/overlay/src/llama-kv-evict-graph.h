@@ -6,6 +6,21 @@
 
 class llama_kv_cache_context;
 
+// The attention of layer il and its mass in one op, [n_embd_head_v*n_head, n_tokens]: once a cut was made, on CPUs.
+// NULL otherwise: llama.cpp's attention and build_kv_mass take its place.
+ggml_tensor * build_kv_attn(
+        const llm_graph_context      & graph,
+        const llama_kv_cache_context * mctx,
+        ggml_tensor * q,       // [n_embd_head_k, n_head, n_tokens]
+        ggml_tensor * k,       // [n_embd_head_k, n_head_kv, n_kv, n_stream]
+        ggml_tensor * v,       // [n_embd_head_v, n_head_kv, n_kv, n_stream], or transposed as the cache holds it
+        ggml_tensor * kq_b,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+        ggml_tensor * v_mla,
+        float         kq_scale,
+        int           il);
+
 // After the attention of layer il: add its mass to the rows of the scored queries.
 // Layer weights and row indices are inputs, so the graph has the same shape whether a query is scored or not.
 void build_kv_mass(

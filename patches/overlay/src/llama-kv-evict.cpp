@@ -32,6 +32,14 @@ llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params 
     }
 }
 
+bool llama_kv_evict::evicts() const {
+    return params.scorer != LLAMA_KV_SCORER_NONE;
+}
+
+bool llama_kv_evict::fuses_attention() const {
+    return is_cut && params.compact;
+}
+
 int32_t llama_kv_evict::row(llama_seq_id seq_id, llama_pos pos) const {
     for (const auto & query : seqs[seq_id].queries) {
         if (query.pos == pos) {
@@ -58,6 +66,7 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
     if (std::all_of(kv.v_cells.begin(), kv.v_cells.end(), is_empty)) {
         stats   = {};
         t_op_us = 0;
+        is_cut  = false;
     }
 
     std::vector<std::vector<llama_pos>> pos(seqs.size());
@@ -222,6 +231,8 @@ void llama_kv_evict::remove(uint32_t s, const std::vector<uint32_t> & idxs) {
     }
 
     seqs[s].has_holes = true;
+
+    is_cut = is_cut || evicts();
 
     stats.n_evicted += idxs.size();
     stats.n_evictions++;

@@ -81,7 +81,11 @@ struct llama_kv_evict {
         ggml_tensor * rows; // F32 [kv_size, n_rows*n_stream], one query's mass per cell in each
     };
 
+    bool evicts() const; // by itself
     bool scores_attention() const;
+
+    // since a cut, attention and its mass are one op: its sums have another order than llama.cpp's
+    bool fuses_attention() const;
 
     // the row of query (seq_id, pos) in the batch that is being computed, -1 if it is not scored
     int32_t row(llama_seq_id seq_id, llama_pos pos) const;
@@ -203,6 +207,8 @@ private:
     llama_kv_cache & kv;
 
     const llama_kv_evict_params params;
+
+    bool is_cut = false; // some sequence, since the cache was last empty
 
     const uint32_t n_recent; // at least 1: decode continues at the newest position
     const uint32_t n_rows;   // rows per stream
