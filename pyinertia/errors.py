@@ -15,3 +15,7 @@ class PolicyError(PyInertiaError, ValueError):
 
 class ModelError(PyInertiaError, ValueError):
     """A model file cannot be read."""
+
+
+class EvalError(PyInertiaError, ValueError):
+    """An evaluation cannot start, or cannot go on."""

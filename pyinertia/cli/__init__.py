@@ -5,12 +5,14 @@ from __future__ import annotations
 import typer
 
 from pyinertia.cli import about
+from pyinertia.eval import cli as eval_cli
 
 app = typer.Typer(
     help="llama.cpp with a KV cache that keeps what attention still needs.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+app.add_typer(eval_cli.app, name="eval")
 
 
 @app.callback(invoke_without_command=True)

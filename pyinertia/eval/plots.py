@@ -1,0 +1,157 @@
+"""PNG plots. Only this file needs matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which all common kinds of colour vision tell apart
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+MARKERS = "os^DvPX*"
+FULL_COLOUR = "#777777"
+
+Rows = Sequence[dict[str, Any]]
+
+
+def scores(prefix: Path, rows: Rows) -> list[Path]:
+    """Draw score by budget, score by speed, and recall by depth where answers have places."""
+    drawn = [
+        _save(_score_by_budget(rows), prefix, "score-by-budget"),
+        _save(_score_by_speed(rows), prefix, "score-by-speed"),
+    ]
+    if any(not math.isnan(recall) for row in rows for recall in row["recall_by_depth"]):
+        drawn.append(_save(_recall_by_depth(rows), prefix, "recall-by-depth"))
+    return drawn
+
+
+def _score_by_budget(rows: Rows) -> Figure:
+    figure, axes = _axes("score against the cells a policy may keep")
+    for row in rows:
+        if row["budget"] is None:
+            _full_line(axes, 100 * row["score"])
+    for name, colour, marker in _styles(rows):
+        points = sorted(
+            (row["n_cells"], 100 * row["score"], row["difference"])
+            for row in rows
+            if row["policy"] == name
+        )
+        x, y = [p[0] for p in points], [p[1] for p in points]
+        # the interval of the difference to the full cache, drawn around the score
+        low = [100 * (p[2]["mean"] - p[2]["low"]) for p in points]
+        high = [100 * (p[2]["high"] - p[2]["mean"]) for p in points]
+        axes.errorbar(x, y, (low, high), color=colour, marker=marker, capsize=3, label=name)
+    _log2(axes, [row["n_cells"] for row in rows if row["budget"] is not None])
+    axes.set_xlabel("cells in use at the end of the answer")
+    axes.set_ylabel("score, %\n(bars: 95 % interval of the difference to full)")
+    axes.set_ylim(-3, 103)
+    axes.legend()
+    return figure
+
+
+def _score_by_speed(rows: Rows) -> Figure:
+    figure, axes = _axes("score against speed")
+    for row in rows:
+        if row["budget"] is None:
+            axes.scatter(
+                row["tokens_per_second"], 100 * row["score"], color=FULL_COLOUR, s=60, label="full"
+            )
+    for name, colour, marker in _styles(rows):
+        points = [row for row in rows if row["policy"] == name]
+        x = [row["tokens_per_second"] for row in points]
+        y = [100 * row["score"] for row in points]
+        axes.plot(x, y, color=colour, marker=marker, linestyle=":", label=name)
+        for row, at in zip(points, zip(x, y, strict=True), strict=True):
+            axes.annotate(
+                row["arm"].removeprefix(f"{name} "),
+                at,
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+            )
+    axes.set_xlabel("decoded tokens per second")
+    axes.set_ylabel("score, %")
+    axes.set_ylim(-3, 107)
+    axes.margins(x=0.12)
+    axes.legend()
+    return figure
+
+
+def _recall_by_depth(rows: Rows) -> Figure:
+    n_bins = len(rows[0]["recall_by_depth"])
+    values = [[100 * recall for recall in row["recall_by_depth"]] for row in rows]
+    edges = [round(100 * i / n_bins) for i in range(n_bins + 1)]
+    return _heat_map(
+        "answers found, %, by where they stand in the prompt",
+        values,
+        [row["arm"] for row in rows],
+        [f"{a}-{b} %" for a, b in pairwise(edges)],
+        (0, 100),
+    )
+
+
+def _heat_map(
+    title: str,
+    values: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    limits: tuple[float, float],
+    form: str = ".0f",
+) -> Figure:
+    figure = Figure(
+        figsize=(2.6 + 0.85 * len(columns), 1.3 + 0.36 * len(rows)), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left")
+    image = axes.imshow(values, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    for i, line in enumerate(values):
+        for j, value in enumerate(line):
+            if not math.isnan(value):
+                dark = value < sum(limits) / 2
+                axes.text(
+                    j, i, format(value, form), ha="center", va="center", fontsize=9,
+                    color="white" if dark else "black",
+                )  # fmt: skip
+    figure.colorbar(image, ax=axes)
+    return figure
+
+
+def _axes(title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _styles(rows: Rows) -> list[tuple[str, str, str]]:
+    names = list(dict.fromkeys(row["policy"] for row in rows if row["budget"] is not None))
+    return [
+        (name, COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)
+    ]
+
+
+def _full_line(axes: Axes, value: float) -> None:
+    axes.axhline(value, color=FULL_COLOUR, linestyle="--", label="full")
+
+
+def _log2(axes: Axes, values: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    ticks = sorted({round(value) for value in values})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+
+
+def _save(figure: Figure, prefix: Path, name: str) -> Path:
+    path = prefix.with_name(f"{prefix.name}-{name}.png")
+    figure.savefig(path, dpi=120)
+    return path
