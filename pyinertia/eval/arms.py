@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pyinertia.errors import EvalError, PolicyError
-from pyinertia.policy import POLICIES, KVPolicy, resolve_policy
+from pyinertia.policy import AGGREGATIONS, POLICIES, KVPolicy, resolve_policy
 
 FULL = "full"
 
@@ -41,7 +41,10 @@ FULL_ARM = Arm(FULL, None, POLICIES[FULL])
 
 
 def parse_policy(text: str) -> KVPolicy:
-    """Read a policy: a preset and changes of it, as in `inertiakv/bounded` or `tova/n_recent=64`.
+    """Read a policy: a preset and changes of it.
+
+    A change is a kind of prefill, an aggregation or any field: `inertiakv/bounded`, `h2o/last`,
+    `tova/n_recent=64`.
 
     Raises:
         EvalError: The preset or a field is unknown.
@@ -61,6 +64,8 @@ def parse_policy(text: str) -> KVPolicy:
         field, equals, value = change.partition("=")
         if change in {"full", "bounded"}:
             policy = replace(policy, prefill=change)
+        elif change in AGGREGATIONS:
+            policy = replace(policy, aggregation=change)
         elif equals and field in known:
             policy = replace(policy, **{field: _value(value)})
         else:

@@ -1,6 +1,6 @@
 """Published data sets: from a local file or folder, or through huggingface-hub.
 
-Every reader checks what it reads, so that a truncated download is told apart from a model's failure.
+Every reader checks what it reads: a truncated download must not look like a weak model.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -104,7 +104,6 @@ def command(app: typer.Typer, name: str, **defaults: Any) -> Callable[[Any], Any
             for field in fields(Options)
         ]
 
-        @functools.wraps(function)
         def call(**given: Any) -> None:
             options = Options(**{field.name: given.pop(field.name) for field in fields(Options)})
             try:
@@ -115,10 +114,11 @@ def command(app: typer.Typer, name: str, **defaults: Any) -> Callable[[Any], Any
                 raise typer.Exit(1) from error
 
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        call.__signature__ = inspect.Signature([*shared[:1], *own, *shared[1:]])
-        call.__annotations__ = {p.name: p.annotation for p in [*shared, *own]}
-        del call.__wrapped__  # type: ignore[attr-defined]
-        app.command(name)(call)
+        described: Any = call  # typer reads the options off the signature
+        described.__signature__ = inspect.Signature([*shared[:1], *own, *shared[1:]])
+        described.__annotations__ = {p.name: p.annotation for p in [*shared, *own]}
+        described.__doc__ = function.__doc__
+        app.command(name)(described)
         return function
 
     return register
@@ -130,8 +130,6 @@ def choose(given: str, known: tuple[str, ...] | list[str], option: str = "--task
     Raises:
         EvalError: A name is unknown, or there is none.
     """
-    from difflib import get_close_matches
-
     names = list(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
     if names == ["all"]:
         return list(known)

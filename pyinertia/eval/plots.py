@@ -30,27 +30,111 @@ def scores(prefix: Path, rows: Rows) -> list[Path]:
     return drawn
 
 
+def perplexity(prefix: Path, rows: Rows) -> list[Path]:
+    """Draw KL by distance from the cut."""
+    rows = [row for row in rows if row["budget"] is not None]
+    if not rows:
+        return []
+    figure, axes = _axes("KL to the full cache, by distance from the cut")
+    styles = {name: (colour, marker) for name, colour, marker in _styles(rows)}
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    lines = ("-", "--", ":", "-.")
+    bins = list(rows[0]["by_distance"])
+    for row in rows:
+        colour, marker = styles[row["policy"]]
+        axes.plot(
+            range(len(bins)),
+            [part["kl"] for part in row["by_distance"].values()],
+            color=colour,
+            marker=marker,
+            linestyle=lines[budgets.index(row["budget"]) % len(lines)],
+            label=row["arm"],
+        )
+    axes.set_xticks(range(len(bins)), bins)
+    axes.set_xlabel("tokens since the cut")
+    axes.set_ylabel("KL, nats per token")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return [_save(figure, prefix, "kl-by-distance")]
+
+
+def agreement(prefix: Path, rows: Rows) -> list[Path]:
+    """Draw equal tokens by budget, and needles found by depth."""
+    drawn = []
+    arms = [row for row in rows if row["budget"] is not None]
+    if arms:
+        figure, axes = _axes("greedy tokens equal to the full cache's")
+        for name, colour, marker in _styles(arms):
+            points = [(row["n_cells"], row["match"]) for row in arms if row["policy"] == name]
+            _bars(axes, sorted(points, key=lambda point: point[0]), name, colour, marker)
+        _log2(axes, [row["n_cells"] for row in arms])
+        axes.set_xlabel("cells in use at the end of the answer")
+        axes.set_ylabel("equal tokens, % (bars: 95 % interval)")
+        axes.set_ylim(-3, 103)
+        _legend(axes)
+        drawn.append(_save(figure, prefix, "tokens-by-budget"))
+    if any(not math.isnan(recall) for row in rows for recall in row["recall_by_depth"]):
+        drawn.append(_save(_recall_by_depth(rows), prefix, "recall-by-depth"))
+    return drawn
+
+
+def overlap(prefix: Path, rows: Rows) -> list[Path]:
+    """Draw both measures of every pair after the last step, by budget."""
+    from pyinertia.eval.overlap import matrix
+
+    drawn = []
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        of_budget = [row for row in rows if row["budget"] == budget]
+        step = max(row["step"] for row in of_budget)
+        for measure, title, low in (
+            ("jaccard", "Jaccard of kept cells", 0),
+            ("spearman", "Spearman of scores", -1),
+        ):
+            names, values = matrix(of_budget, measure, step)
+            figure = _heat_map(
+                f"{title}, budget {budget}, after {step} steps",
+                values,
+                names,
+                [name.replace("/", "/\n") for name in names],
+                (low, 1),
+                ".2f",
+            )
+            drawn.append(_save(figure, prefix, f"{measure}-{budget}"))
+    return drawn
+
+
+def _bars(
+    axes: Axes,
+    points: Sequence[tuple[float, dict[str, float]]],
+    name: str,
+    colour: str,
+    marker: str,
+) -> None:
+    x, means = [x for x, _ in points], [100 * p["mean"] for _, p in points]
+    # a percentile interval holds its mean but for rounding
+    low = [max(100 * (p["mean"] - p["low"]), 0) for _, p in points]
+    high = [max(100 * (p["high"] - p["mean"]), 0) for _, p in points]
+    axes.errorbar(x, means, (low, high), color=colour, marker=marker, capsize=3, label=name)
+
+
 def _score_by_budget(rows: Rows) -> Figure:
     figure, axes = _axes("score against the cells a policy may keep")
     for row in rows:
         if row["budget"] is None:
             _full_line(axes, 100 * row["score"])
     for name, colour, marker in _styles(rows):
-        points = sorted(
-            (row["n_cells"], 100 * row["score"], row["difference"])
-            for row in rows
-            if row["policy"] == name
-        )
-        x, y = [p[0] for p in points], [p[1] for p in points]
         # the interval of the difference to the full cache, drawn around the score
-        low = [100 * (p[2]["mean"] - p[2]["low"]) for p in points]
-        high = [100 * (p[2]["high"] - p[2]["mean"]) for p in points]
-        axes.errorbar(x, y, (low, high), color=colour, marker=marker, capsize=3, label=name)
+        points = []
+        for row in (row for row in rows if row["policy"] == name):
+            shift = row["score"] - row["difference"]["mean"]
+            around = {key: value + shift for key, value in row["difference"].items()}
+            points.append((row["n_cells"], around))
+        _bars(axes, sorted(points, key=lambda point: point[0]), name, colour, marker)
     _log2(axes, [row["n_cells"] for row in rows if row["budget"] is not None])
     axes.set_xlabel("cells in use at the end of the answer")
     axes.set_ylabel("score, %\n(bars: 95 % interval of the difference to full)")
     axes.set_ylim(-3, 103)
-    axes.legend()
+    _legend(axes)
     return figure
 
 
@@ -79,7 +163,7 @@ def _score_by_speed(rows: Rows) -> Figure:
     axes.set_ylabel("score, %")
     axes.set_ylim(-3, 107)
     axes.margins(x=0.12)
-    axes.legend()
+    _legend(axes)
     return figure
 
 
@@ -138,6 +222,10 @@ def _styles(rows: Rows) -> list[tuple[str, str, str]]:
     return [
         (name, COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)
     ]
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
 
 
 def _full_line(axes: Axes, value: float) -> None:

@@ -123,9 +123,10 @@ def run(
     }
     wanted = {item for arm in arms if arm != FULL_ARM for item in pending[arm]}
     again = {item for item in wanted if not evaluation.has_reference(item)}
-    pending[FULL_ARM] = [
-        item for item in evaluation.items if item in again or item in pending[FULL_ARM]
-    ]
+    if FULL_ARM in pending:
+        pending[FULL_ARM] = [
+            item for item in evaluation.items if item in again or item in pending[FULL_ARM]
+        ]
     try:
         with _progress(console) as progress:
             n_pending = sum(map(len, pending.values()))

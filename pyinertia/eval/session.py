@@ -13,7 +13,7 @@ from rich.console import Console
 
 import pyinertia
 from pyinertia.eval import report
-from pyinertia.eval.arms import Arm, parse_arms
+from pyinertia.eval.arms import Arm, Refusal, parse_arms
 from pyinertia.eval.options import Options
 from pyinertia.eval.runner import Evaluation, Measured, Settings, run
 from pyinertia.eval.store import Store
@@ -26,6 +26,7 @@ def perform(
     find: Callable[[Measured, Sequence[Arm]], report.Findings],
     extra: dict[str, Any] | None = None,
     vary: Callable[[list[Arm]], list[Arm]] = lambda arms: arms,
+    missing: Sequence[Refusal] = (),
 ) -> None:
     """Measure, and show what was found.
 
@@ -35,6 +36,7 @@ def perform(
         find: Makes findings of what was measured.
         extra: What else identifies a sample.
         vary: Changes the arms.
+        missing: Tasks that cannot run.
     """
     arms, refusals = parse_arms(options.policies, options.budgets)
     arms = vary(arms)
@@ -60,7 +62,7 @@ def perform(
         measured = run(evaluation, arms, settings, store, Console(stderr=True))
     finally:
         store.close()
-    measured.refusals[:0] = refusals
+    measured.refusals[:0] = [*missing, *refusals]
     rows, tables, draw = find(measured, arms)
     wide = None if sys.stdout.isatty() else 200  # a file has no width to keep to
     report.show(Console(width=wide), tables, measured)
