@@ -13,9 +13,10 @@ from pyinertia.eval.draft import Draft
 from pyinertia.eval.haystack import prose
 from pyinertia.eval.report import DEPTH_BINS
 from pyinertia.eval.ruler import Task, make_sample, niah
-from pyinertia.eval.runner import Item, Measured
+from pyinertia.eval.runner import Measured
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.scored import Scored
+from pyinertia.eval.settings import Item
 from pyinertia.eval.statistics import bootstrap
 from pyinertia.eval.vocabulary import Vocabulary
 

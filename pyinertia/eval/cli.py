@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,7 +136,6 @@ def ppl(options: Options, tokens: Tokens = 256, text: Text = None) -> None:
     from pyinertia.eval import perplexity, session
     from pyinertia.eval.passages import Passages
 
-    references = options.out / "ppl-references"
     session.perform(
         options,
         lambda vocabulary: perplexity.Perplexity(
@@ -149,12 +147,10 @@ def ppl(options: Options, tokens: Tokens = 256, text: Text = None) -> None:
                 seed=options.seed,
             ),
             options.samples,
-            references,
         ),
         perplexity.find,
         extra=_text_identity(text, tokens),
     )
-    shutil.rmtree(references, ignore_errors=True)
 
 
 @command(app, "agree", samples=20)

@@ -15,9 +15,9 @@ from typing import Any
 
 from pyinertia.errors import EvalError
 from pyinertia.eval import metrics
-from pyinertia.eval.runner import Item
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.scored import Scored
+from pyinertia.eval.settings import Item
 from pyinertia.eval.vocabulary import Vocabulary
 
 
@@ -214,7 +214,7 @@ def truncated(
     tokens = vocabulary.encode(wrap(text))
     if len(tokens) <= limit:
         return tokens
-    ids = vocabulary.encode(text)
+    ids = vocabulary.encode(text)[len(vocabulary.encode("")) :]
     half = len(ids) // 2
     while len(tokens) > limit:
         # cutting may change the tokens at the seam, so look again

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from pyinertia.errors import EvalError, PyInertiaError
-from pyinertia.eval.runner import KV_TYPES
+from pyinertia.eval.settings import KV_TYPES
 
 
 @dataclass(frozen=True, kw_only=True)

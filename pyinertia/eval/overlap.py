@@ -19,8 +19,9 @@ import numpy as np
 from pyinertia.eval import report
 from pyinertia.eval.arms import FULL, Arm, parse_policy
 from pyinertia.eval.passages import Passages
-from pyinertia.eval.runner import Item, Measured
+from pyinertia.eval.runner import Measured
 from pyinertia.eval.sample import Sample
+from pyinertia.eval.settings import Item
 from pyinertia.eval.statistics import jaccard, spearman
 from pyinertia.eval.store import Result
 from pyinertia.policy import resolve_policy
@@ -51,6 +52,7 @@ class Overlap:
     """The cells after some steps of a text."""
 
     name = "overlap"
+    needs_full = False
 
     def __init__(self, passages: Passages, n_samples: int, n_tokens: int) -> None:
         """Compare after the steps that the continuation has."""
@@ -62,16 +64,11 @@ class Overlap:
         """Cut a passage."""
         return self._passages.sample(*item)
 
-    def has_reference(self, item: Item) -> bool:
-        """The full cache is not compared with."""
-        return True
-
     def measure(self, llm: Llama, sample: Sample, arm: Arm) -> Result:
         """Play the text and note the cells: positions and scores, by step."""
         from pyinertia.eval.play import cache
 
-        llm.reset()
-        llm.eval(list(sample.prompt))
+        llm.eval(list(sample.prompt[llm.n_tokens :]))
         noted = {}
         for step, token in enumerate(sample.continuation[: max(self._steps)], 1):
             llm.eval([token])

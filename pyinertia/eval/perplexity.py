@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyinertia.eval import report
-from pyinertia.eval.arms import FULL, FULL_ARM, Arm
+from pyinertia.eval.arms import FULL_ARM, Arm
 from pyinertia.eval.passages import Passages
-from pyinertia.eval.runner import Item, Measured
+from pyinertia.eval.runner import Measured
 from pyinertia.eval.sample import Sample
+from pyinertia.eval.settings import Item
 from pyinertia.eval.statistics import bootstrap, log_softmax
 from pyinertia.eval.store import Result
 
@@ -26,27 +28,20 @@ EDGES = (0, 16, 64, 256, 1024, 4096)  # distances from the cut, in tokens
 
 
 class Perplexity:
-    """Teacher-forced play of a continuation.
-
-    The full cache's logits wait in files for the other arms: 4 bytes times the vocabulary and the
-    tokens, for every sample.
-    """
+    """Teacher-forced play of a continuation; the full cache plays it first."""
 
     name = "ppl"
+    needs_full = True
 
-    def __init__(self, passages: Passages, n_samples: int, references: Path) -> None:
-        """Keep the full cache's logits in the folder `references`."""
+    def __init__(self, passages: Passages, n_samples: int) -> None:
+        """Take that many passages."""
         self.items: list[Item] = [("text", index) for index in range(n_samples)]
         self._passages = passages
-        self._references = references
+        self._full: list[npt.NDArray[np.float32]] = []
 
     def sample(self, item: Item) -> Sample:
         """Cut a passage."""
         return self._passages.sample(*item)
-
-    def has_reference(self, item: Item) -> bool:
-        """Whether the full cache's logits are there."""
-        return self._reference(self.sample(item)).is_file()
 
     def measure(self, llm: Llama, sample: Sample, arm: Arm) -> Result:
         """Measure every token of the continuation.
@@ -57,25 +52,16 @@ class Perplexity:
         """
         from pyinertia.eval.play import cache, teacher_forced
 
-        path = self._reference(sample)
-        rows = np.stack(list(teacher_forced(llm, sample)))
-        if arm.name == FULL:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part.npy")
-            np.save(part, rows)
-            part.replace(path)
+        ours = list(teacher_forced(llm, sample))
+        if arm == FULL_ARM:
+            self._full = ours
         lists: dict[str, list[Any]] = {"nll": [], "kl": [], "top": []}
-        for ours, theirs, token in zip(
-            rows, np.load(path, mmap_mode="r"), sample.continuation, strict=True
-        ):
-            q, p = log_softmax(ours), log_softmax(theirs)
+        for mine, full, token in zip(ours, self._full, sample.continuation, strict=True):
+            q, p = log_softmax(mine), log_softmax(full)
             lists["nll"].append(round(float(-q[token]), 6))
             lists["kl"].append(round(float(np.exp(p) @ (p - q)), 6))
             lists["top"].append(bool(q.argmax() == p.argmax()))
         return {**lists, **cache(llm, sample)}
-
-    def _reference(self, sample: Sample) -> Path:
-        return self._references / f"{sample.sha256}.npy"
 
 
 def find(measured: Measured, arms: Sequence[Arm]) -> report.Findings:

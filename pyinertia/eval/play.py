@@ -19,15 +19,15 @@ N_CUT = 2  # decode steps until the cache has its lasting size
 def answer(
     llm: Llama, sample: Sample, done: Callable[[str], bool] = lambda text: False
 ) -> dict[str, Any]:
-    """Answer greedily, from an empty cache, until the model ends it, or `done` does.
+    """Answer greedily, until the model ends it, or `done` does.
+
+    The cache may have the start of the prompt.
 
     Returns:
-        The answer (`tokens`, `text`), seconds to the first token (`t_prompt`) and the median of
-        those to every later one once cells were cut (`t_token`, None if there is none), the cells
-        in use at the end (`n_cells`), and the share of the facts' tokens among them (`kept`, None
-        without facts).
+        The answer (`tokens`, `text`), the median of the seconds per token once cells were cut
+        (`t_token`, None if there is no such token), the cells in use at the end (`n_cells`), and
+        the share of the facts' tokens among them (`kept`, None without facts).
     """
-    llm.reset()
     tokens: list[int] = []
     times = [time.perf_counter()]
     for token in llm.generate(list(sample.prompt), temp=0.0):
@@ -43,7 +43,6 @@ def answer(
     return {
         "tokens": tokens,
         "text": text_of(llm, tokens),
-        "t_prompt": round(float(steps[0]), 4),
         "t_token": round(float(np.median(later)), 5) if later.size else None,
         **cache(llm, sample),
     }
@@ -62,13 +61,12 @@ def text_of(llm: Llama, tokens: Sequence[int]) -> str:
 
 
 def teacher_forced(llm: Llama, sample: Sample) -> Iterator[npt.NDArray[np.float32]]:
-    """Play the prompt and, token by token, its continuation, from an empty cache.
+    """Play the prompt, whose start the cache may have, and its continuation token by token.
 
     Yields:
         Logits [n_vocab] for every token of the continuation, from all tokens before it.
     """
-    llm.reset()
-    llm.eval(list(sample.prompt))
+    llm.eval(list(sample.prompt[llm.n_tokens :]))
     for token in sample.continuation:
         yield np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
         llm.eval([token])

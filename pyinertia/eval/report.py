@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pyinertia.eval.arms import FULL_ARM, Arm
-from pyinertia.eval.runner import Item, Measured
+from pyinertia.eval.runner import Measured
+from pyinertia.eval.settings import Item
 from pyinertia.eval.statistics import Interval, bootstrap
 from pyinertia.eval.store import Result
 

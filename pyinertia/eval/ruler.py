@@ -25,9 +25,9 @@ from pyinertia.eval import metrics
 from pyinertia.eval.datasets import Questions
 from pyinertia.eval.draft import Draft, fit_draft, span
 from pyinertia.eval.haystack import Haystack, hide, noise, number, prose, uuid, word_key
-from pyinertia.eval.runner import Item
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.scored import Scored
+from pyinertia.eval.settings import Item
 from pyinertia.eval.text import words
 from pyinertia.eval.vocabulary import Vocabulary
 
@@ -291,6 +291,7 @@ def make_sample(
         prompt=tuple(prompt),
         n_predict=task.n_predict,
         answers=draft.answers,
+        context_span=span(vocabulary, text, draft.context, last=True),
         question_span=span(vocabulary, text, draft.question, last=True),
         answer_spans=tuple(span(vocabulary, text, fact, last=True) for fact in draft.facts),
     )

@@ -19,6 +19,7 @@ class Sample:
         answers: What is looked for in the answer.
         classes: All labels of a classification task.
         one_line: Whether the answer ends with its first line.
+        context_span: Tokens [start, end) of the long text in the prompt.
         question_span: Tokens [start, end) of the question in the prompt.
         answer_spans: Tokens [start, end) of the facts behind the answers, in their order; empty
             where no one place holds them.
@@ -33,6 +34,7 @@ class Sample:
     answers: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     one_line: bool = False
+    context_span: tuple[int, int] = (0, 0)
     question_span: tuple[int, int] = (0, 0)
     answer_spans: tuple[tuple[int, int], ...] = ()
     continuation: tuple[int, ...] = field(default=(), repr=False)
@@ -45,5 +47,6 @@ class Sample:
 
     @property
     def depths(self) -> list[float]:
-        """Where the answers stand, 0 at the start of the prompt and 1 at its end."""
-        return [start / len(self.prompt) for start, _ in self.answer_spans]
+        """Where the answers stand, 0 at the start of the long text and 1 at its end."""
+        first, last = self.context_span
+        return [(start - first) / (last - first) for start, _ in self.answer_spans]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyinertia.eval.arms import Arm
-from pyinertia.eval.runner import Item
 from pyinertia.eval.sample import Sample
+from pyinertia.eval.settings import Item
 from pyinertia.eval.store import Result
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Scored:
     make: Callable[[Item], Sample]
     score: Callable[[str, Sample], dict[str, Any]]
     complete: Callable[[dict[str, Any]], bool] | None = None
+    needs_full: bool = False
 
     def sample(self, item: Item) -> Sample:
         """Build a sample."""
@@ -48,10 +49,6 @@ class Scored:
 
         result = answer(llm, sample, done)
         return {**result, **self.score(result["text"], sample), "depths": sample.depths}
-
-    def has_reference(self, item: Item) -> bool:
-        """The full cache leaves nothing but its result."""
-        return True
 
 
 def all_items(tasks: Sequence[str], n_samples: int) -> list[Item]:

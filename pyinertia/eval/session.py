@@ -15,7 +15,8 @@ import pyinertia
 from pyinertia.eval import report
 from pyinertia.eval.arms import Arm, Refusal, parse_arms
 from pyinertia.eval.options import Options
-from pyinertia.eval.runner import Evaluation, Measured, Settings, run
+from pyinertia.eval.runner import Evaluation, Measured, run
+from pyinertia.eval.settings import Settings
 from pyinertia.eval.store import Store
 from pyinertia.eval.vocabulary import Vocabulary, file_sha256
 
@@ -63,6 +64,11 @@ def perform(
     finally:
         store.close()
     measured.refusals[:0] = [*missing, *refusals]
+    measured.notes += [
+        f"{arm.label} is never full: samples are --length {options.length} at most"
+        for arm in arms
+        if isinstance(arm.budget, int) and arm.budget >= options.length
+    ]
     rows, tables, draw = find(measured, arms)
     wide = None if sys.stdout.isatty() else 200  # a file has no width to keep to
     report.show(Console(width=wide), tables, measured)

@@ -32,7 +32,11 @@ class Store:
         except OSError as error:
             msg = f"--out {path.parent}: {error.strerror}; choose a folder that can be written"
             raise EvalError(msg) from error
-        self._read()
+        try:
+            self._read()
+        except EvalError:
+            self._file.close()
+            raise
 
     def _read(self) -> None:
         self._file.seek(0)
