@@ -63,6 +63,7 @@ def ruler(
         known[name] = benchmark.qa_task(questions)
     missing = []
     for name in [name for name in wanted if name not in known]:
+        typer.echo(f"{name}: asking the Hugging Face hub for its questions", err=True)
         try:
             known[name] = benchmark.qa_task(datasets.questions_from_hub(name))
         except EvalError as error:
@@ -90,8 +91,10 @@ def ruler(
 def longbench(options: Options, tasks: Tasks = "all", data: Data = None) -> None:
     """LongBench (arXiv 2308.14508): 21 tasks on real texts; --data is data.zip or its folder."""
     from pyinertia.eval import longbench as benchmark
+    from pyinertia.eval import metrics
     from pyinertia.eval.datasets import longbench_rows
 
+    metrics.require_libraries()
     names = choose(tasks, list(benchmark.TASKS))
     rows = {name: longbench_rows(data, name) for name in names}
     _longbench(options, "longbench", rows, benchmark.TASKS)

@@ -6,6 +6,7 @@ Every reader checks what it reads: a truncated download must not look like a wea
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ def from_hub(source: tuple[str, str], option: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     repository, name = source
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # retries end in one line, below
     try:
         return Path(hf_hub_download(repository, name, repo_type="dataset"))
     except Exception as error:  # network, proxy, hub: many kinds, one meaning

@@ -7,7 +7,10 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
+
+from pyinertia.errors import EvalError
 
 # which of the references an answer has, and the score made of that
 Match = Callable[[Sequence[bool]], float]
@@ -61,6 +64,18 @@ def f1_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 def _f1(answer: list[str], reference: list[str]) -> float:
     same = sum((Counter(answer) & Counter(reference)).values())
     return 2 * same / (len(answer) + len(reference)) if same else 0.0
+
+
+def require_libraries() -> None:
+    """Refuse to start without the libraries of these scores.
+
+    Raises:
+        EvalError: One is missing.
+    """
+    for name in ("rouge_score", "rapidfuzz"):
+        if find_spec(name) is None:
+            msg = f"LongBench's scores need {name}; pip install 'pyinertia[eval]'"
+            raise EvalError(msg)
 
 
 def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:

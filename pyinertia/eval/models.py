@@ -9,11 +9,12 @@ ranking looks at. What an arm gets does not depend on which others run.
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pyinertia import _native
-from pyinertia.errors import PolicyError
+from pyinertia.errors import EvalError, PolicyError, PyInertiaError
 from pyinertia.eval.arms import FULL_ARM, Arm
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.settings import KV_TYPES, Settings
@@ -72,7 +73,7 @@ class Models:
             from pyinertia.llama import Llama
 
             settings = self._settings
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _explained(settings):
                 warnings.simplefilter("ignore", UserWarning)  # the report has its own notes
                 llm = Llama(
                     settings.model,
@@ -90,6 +91,20 @@ class Models:
             self._stack.callback(llm.close)
             self._opened[arm] = llm
         return self._opened[arm]
+
+
+@contextmanager
+def _explained(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except PyInertiaError:
+        raise
+    except ValueError as error:
+        msg = (
+            f"{settings.model} cannot be opened with --length {settings.length} ({error}); is "
+            "there memory for it?"
+        )
+        raise EvalError(msg) from error
 
 
 def _attach(llm: Llama, policy: KVPolicy) -> None:

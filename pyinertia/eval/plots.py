@@ -189,10 +189,10 @@ def _heat_map(
     form: str = ".0f",
 ) -> Figure:
     figure = Figure(
-        figsize=(2.6 + 0.85 * len(columns), 1.3 + 0.36 * len(rows)), layout="constrained"
+        figsize=(max(2.6 + 0.85 * len(columns), 6), 1.3 + 0.36 * len(rows)), layout="constrained"
     )
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left")
+    figure.suptitle(title, x=0.01, ha="left")
     image = axes.imshow(values, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)

@@ -97,11 +97,22 @@ def run(
                 progress.advance(task, len(missing))
     except KeyboardInterrupt:
         measured.interrupted = True
+    prompts: dict[Item, str] = {}
+    n_other = 0
     for arm in arms:
         for item in evaluation.items:
             known = stored(arm, item)
-            if known is not None:
+            if known is None:
+                continue
+            if prompts.setdefault(item, known["prompt"]) == known["prompt"]:
                 measured.results[arm, item] = known
+            else:
+                n_other += 1
+    if n_other:
+        measured.notes.append(
+            f"{n_other} results are of other texts, as another version of Python has them, and are "
+            "left out; use another --out"
+        )
     return measured
 
 
