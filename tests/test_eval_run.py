@@ -29,12 +29,20 @@ from pyinertia.policy import KVPolicy
 
 TIMES = {"t_token"}
 ARMS = ["--policies", "inertiakv,streaming-llm", "--budgets", "256", "-t", "1"]
-NEEDLES = ["ruler", "--tasks", "niah_single_1,niah_single_2", "--length", "900", *ARMS]
+NEEDLES = ["ruler", "--tasks", "niah_single_1,niah_single_2", "--length", "800", *ARMS]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     return tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
 
 
 @pytest.fixture(scope="module")
@@ -225,11 +233,7 @@ def test_agreement_with_itself_is_whole(run, tmp_path):
     assert rows[1]["match"]["mean"] < 1
 
 
-def test_questions_need_their_data(run, tmp_path, monkeypatch):
-    def offline(*args, **kwargs):
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+def test_questions_need_their_data(run, tmp_path):
     args = ["ruler", "--samples", 1, "--length", 900, *ARMS, "--out", tmp_path]
     assert "pass a local copy with --qa" in run(*args, "--tasks", "qa_1", code=1)
 
@@ -256,6 +260,8 @@ def test_questions_need_their_data(run, tmp_path, monkeypatch):
 def test_bad_input_is_one_readable_line(run, tmp_path, args, message):
     if "--length" not in args:
         args = [*args, "--length", "900"]
+    if args[0] == "ruler" and "--tasks" not in args:
+        args = [*args, "--tasks", "vt"]
     output = run(*args, "--out", tmp_path, code=1)
     assert message in output
     assert output.startswith("error: ")

@@ -192,10 +192,10 @@ def test_the_documents_of_a_question_are_there_once(make, vocabulary):
 
 
 def test_needles_of_agree_go_through_the_depths(vocabulary):
-    items = [("needle", index) for index in range(10)]
+    items = [("needle", index) for index in range(5, 10)]
     found = agreement.evaluation(vocabulary, items, length=1500, seed=0)
     depths = [found.sample(item).depths[0] for item in items]
-    assert depths == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9] * 2, abs=0.05)
+    assert depths == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.05)
 
 
 def test_without_the_prefix_the_answer_is_the_models_own(make, vocabulary):

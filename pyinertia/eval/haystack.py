@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from pyinertia.eval.text import sentences, words
 
@@ -55,8 +56,10 @@ def uuid(rng: random.Random) -> str:
 
 
 def hide(needles: Sequence[str], depths: Sequence[float], lines: Sequence[str]) -> list[str]:
-    """Put every needle between two lines, at its share of all of them."""
+    """Put every needle between two lines, as near to its share of the text as they let it."""
+    ends = [0, *accumulate(len(line) for line in lines)]
     hidden = list(lines)
     for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
-        hidden.insert(round(depth * len(lines)), needle)
+        place = depth * ends[-1]
+        hidden.insert(min(range(len(ends)), key=lambda i: abs(ends[i] - place)), needle)
     return hidden

@@ -13,7 +13,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from pyinertia.errors import EvalError, PyInertiaError
+from pyinertia.errors import EvalError, ModelError, PyInertiaError
+from pyinertia.eval.arms import parse_arms
 from pyinertia.eval.settings import KV_TYPES
 
 
@@ -71,11 +72,16 @@ class Options:
     ] = "f16"
 
     def check(self) -> None:
-        """Refuse cache types that do not exist, or do not go together.
+        """Refuse what cannot be, before anything is fetched or opened.
 
         Raises:
-            EvalError: They do not.
+            EvalError: A policy, a budget or a cache type is unknown, or the types need more.
+            ModelError: There is no such file.
         """
+        parse_arms(self.policies, self.budgets)
+        if not self.model.is_file():
+            msg = f"{self.model} does not exist; pass a GGUF file with -m"
+            raise ModelError(msg)
         for option, kind in (("-ctk", self.cache_type_k), ("-ctv", self.cache_type_v)):
             if kind not in KV_TYPES:
                 msg = f"{option} {kind}: the cache types are {', '.join(KV_TYPES)}"

@@ -31,11 +31,8 @@ class Vocabulary:
         """Read the vocabulary and the metadata of a GGUF file.
 
         Raises:
-            ModelError: The file is missing or is not a GGUF model.
+            ModelError: The file is not a GGUF model.
         """
-        if not path.is_file():
-            msg = f"{path} does not exist; pass a GGUF file with -m"
-            raise ModelError(msg)
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
         try:
