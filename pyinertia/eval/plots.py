@@ -110,7 +110,8 @@ def _bars(
     colour: str,
     marker: str,
 ) -> None:
-    x, means = [x for x, _ in points], [100 * p["mean"] for _, p in points]
+    beside = 1.02 ** (MARKERS.index(marker) - 2)  # bars of one budget do not hide each other
+    x, means = [x * beside for x, _ in points], [100 * p["mean"] for _, p in points]
     # a percentile interval holds its mean but for rounding
     low = [max(100 * (p["mean"] - p["low"]), 0) for _, p in points]
     high = [max(100 * (p["high"] - p["mean"]), 0) for _, p in points]
