@@ -19,3 +19,7 @@ class ModelError(PyInertiaError, ValueError):
 
 class BenchError(PyInertiaError, ValueError):
     """A benchmark cannot run as it was asked for."""
+
+
+class EvalError(PyInertiaError, ValueError):
+    """An evaluation cannot start, or cannot go on."""

@@ -1,0 +1,1 @@
+"""Evaluations that tell eviction policies apart, on any GGUF model: `pyinertia eval`."""

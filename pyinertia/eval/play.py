@@ -1,0 +1,72 @@
+"""What a model does with a prompt: answers it, or plays a given text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_vocab_is_eog
+
+from pyinertia.eval.sample import Sample
+from pyinertia.llama import Llama
+
+N_CUT = 2  # decode steps until the cache has its lasting size
+
+
+def answer(
+    llm: Llama, sample: Sample, done: Callable[[str], bool] = lambda text: False
+) -> dict[str, Any]:
+    """Answer greedily, until the model ends it, or `done` does.
+
+    The cache may have the start of the prompt.
+
+    Returns:
+        The answer (`tokens`, `text`), the median of the seconds per token once cells were cut
+        (`t_token`, None if there is no such token), the cells in use at the end (`n_cells`), and
+        the share of the facts' tokens among them (`kept`, None without facts).
+    """
+    tokens: list[int] = []
+    times = [time.perf_counter()]
+    for token in llm.generate(list(sample.prompt), temp=0.0):
+        times.append(time.perf_counter())
+        if llama_vocab_is_eog(llm._model.vocab, token):
+            break
+        tokens.append(token)
+        if len(tokens) == sample.n_predict or done(text_of(llm, tokens)):
+            break
+    steps = np.diff(times)
+    # the first decode step sees the whole prompt, the second makes the cut
+    later = steps[1 + N_CUT :]
+    return {
+        "tokens": tokens,
+        "text": text_of(llm, tokens),
+        "t_token": round(float(np.median(later)), 5) if later.size else None,
+        **cache(llm, sample),
+    }
+
+
+def cache(llm: Llama, sample: Sample) -> dict[str, Any]:
+    """The cells in use, and the share of the facts' tokens that are among them."""
+    facts = [pos for start, end in sample.answer_spans for pos in range(start, end)]
+    kept = float(np.isin(facts, llm.kv_cells()["pos"]).mean()) if facts else None
+    return {"n_cells": llm.kv_stats().n_used, "kept": kept}
+
+
+def text_of(llm: Llama, tokens: Sequence[int]) -> str:
+    """Text of generated tokens."""
+    return llm.detokenize(list(tokens)).decode(errors="replace")
+
+
+def teacher_forced(llm: Llama, sample: Sample) -> Iterator[npt.NDArray[np.float32]]:
+    """Play the prompt, whose start the cache may have, and its continuation token by token.
+
+    Yields:
+        Logits [n_vocab] for every token of the continuation, from all tokens before it.
+    """
+    llm.eval(list(sample.prompt[llm.n_tokens :]))
+    for token in sample.continuation:
+        yield np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
+        llm.eval([token])
