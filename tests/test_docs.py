@@ -134,7 +134,7 @@ def test_stats_and_policy_fields_are_those_of_c():
     in_c = {name for name, _ in members("llama_kv_evict_params")}
     in_python = {f.name.rstrip("_") for f in fields(KVPolicy)}
     # a share is a float n_budget, compact is a test switch, protect has its own call
-    assert in_c - in_python == {"budget_share", "compact"}
+    assert in_c - in_python == {"budget_share", "bounded", "compact", "n_ctx"}
     assert in_python - in_c == {"prefill", "protect"}
 
 
