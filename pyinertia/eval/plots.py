@@ -238,6 +238,8 @@ def _log2(axes: Axes, values: Sequence[float]) -> None:
     ticks = sorted({round(value) for value in values})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
+    if ticks:
+        axes.set_xlim(ticks[0] / 1.4, ticks[-1] * 1.4)
 
 
 def _save(figure: Figure, prefix: Path, name: str) -> Path:
