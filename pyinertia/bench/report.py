@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def _table(console: Console, sides: list[dict[str, Any]], columns: Columns) -> T
     table = _empty(console, heads)
     for side in sides:
         cells = [_cell(side["summary"].get(name), form) for name, (_, form) in columns.items()]
-        cells += [escape(side["failed"])] if any_failed else []
+        # file names without their folders; the JSON file has all of it
+        cells += [escape(re.sub(r"/\S+/", "", side["failed"]))] if any_failed else []
         table.add_row(side["name"], str(side["budget"] or "-"), *cells)
     return table
 
