@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from rich.markup import escape
 from rich.table import Table
 
 MIB = 2**20
-WIDE = 150  # characters that hold all columns
+WIDE = 240  # characters that hold all columns
 Columns = dict[str, tuple[str, Callable[[float], str]]]
 
 # metric -> head and format; a cell is the median over repeats, and least to most if they differ
-SPEED: Columns = {
+DECODE: Columns = {
     "decode_ms": ("decode\nms/token", "{:.2f}".format),
     "decode_per_second": ("decode\ntokens/s", "{:.1f}".format),
     "x_stock": ("x stock", "{:.2f}".format),
     "x_stock_at_budget": ("x stock at\nthe budget", "{:.2f}".format),
-    "bandwidth_share": ("of read\nbandwidth", "{:.0%}".format),
+    "bandwidth_share": ("of peak\nread", "{:.0%}".format),
+}
+PROMPT: Columns = {
     "prefill_per_second": ("prefill\ntokens/s", "{:.0f}".format),
     "x_stock_prefill": ("prefill\nx stock", "{:.2f}".format),
     "first_token_s": ("first\ntoken, s", "{:.2f}".format),
@@ -40,8 +43,8 @@ decode       a turn of the sides is {n_block} tokens that count after one that d
              turn, median over turns
 x stock      how many times as fast as stock in the same turns; stock at the budget is stock with
              a context of that many cells, the limit for any budget of that size
-bandwidth    the weights and the used KV cells, which a step must read, at the {bandwidth} GB/s
-             that numpy reads with as many threads, over the time that the step takes
+of peak read the time that the weights and the used KV cells, which a step must read, take at the
+             {bandwidth} GB/s that numpy reads with as many threads, over the step's own time
 first token  from the start of the prompt to the logits behind it, without the first cut
 first cut    what its step takes beyond an ordinary one: readback, choice, compaction
 peak RSS     of the side's process; the pages of the model file and Python are in it
@@ -62,7 +65,8 @@ def show(console: Console, results: dict[str, Any]) -> None:
             style="bold",
             highlight=False,
         )
-        for columns in [SPEED | MEMORY] if console.width >= WIDE else [SPEED, MEMORY]:
+        wide = console.width >= WIDE
+        for columns in [DECODE | PROMPT | MEMORY] if wide else [DECODE, PROMPT, MEMORY]:
             console.print(_table(console, group["sides"], columns))
     bandwidth = ", ".join(f"{value / 1e9:.1f}" for value in results["read_bandwidth"].values())
     console.print(
@@ -74,12 +78,14 @@ def show(console: Console, results: dict[str, Any]) -> None:
 
 def _table(console: Console, sides: list[dict[str, Any]], columns: Columns) -> Table:
     heads = ["side", "budget", *(head for head, _ in columns.values())]
-    any_failed = any(side["failed"] for side in sides)
+    # the reasons stand once, beside the columns that need least
+    any_failed = "rss_peak" in columns and any(side["failed"] for side in sides)
     heads += ["failed"] if any_failed else []
     table = _empty(console, heads)
     for side in sides:
         cells = [_cell(side["summary"].get(name), form) for name, (_, form) in columns.items()]
-        cells += [escape(side["failed"])] if any_failed else []
+        # file names without their folders; the JSON file has all of it
+        cells += [escape(re.sub(r"/\S+/", "", side["failed"]))] if any_failed else []
         table.add_row(side["name"], str(side["budget"] or "-"), *cells)
     return table
 
@@ -110,11 +116,11 @@ def _empty(console: Console, heads: list[str]) -> Table:
     """A table to be filled; in a pipe it is Markdown."""
     terminal = console.is_terminal
     table = Table(box=box.ROUNDED if terminal else box.MARKDOWN)
-    for i, head in enumerate(heads):
+    for head in heads:
         table.add_column(
             head if terminal else head.replace("\n", " "),
             justify="left" if head in ("side", "failed") else "right",
-            no_wrap=i == 0,
+            overflow="fold",
         )
     return table
 
@@ -123,4 +129,4 @@ def _cell(cell: dict[str, float] | None, form: Callable[[float], str]) -> str:
     if cell is None:
         return "-"
     middle, least, most = (form(cell[name]) for name in ("median", "min", "max"))
-    return middle if least == most else f"{middle} ({least}-{most})"
+    return middle if least == most else f"{middle} ({least} - {most})"  # may wrap
