@@ -264,9 +264,12 @@ def prompt(ctx: int, seq_id: int, n_tokens: int) -> None:
     load().llama_kv_evict_prompt(ctx, seq_id, n_tokens)
 
 
-def probe(ctx: int, seq_id: int, n_tokens: int) -> None:
-    """Announce that the next n_tokens tokens are a probe; 0 takes in what they saw."""
-    load().llama_kv_evict_probe(ctx, seq_id, n_tokens)
+def probe(ctx: int, seq_id: int, n_tokens: int) -> bool:
+    """Announce that the next n_tokens tokens are a probe; 0 takes in what they saw.
+
+    Returns False if the sequence is not in a bounded prompt.
+    """
+    return bool(load().llama_kv_evict_probe(ctx, seq_id, n_tokens))
 
 
 def cells(ctx: int, seq_id: int) -> npt.NDArray[np.void] | None:

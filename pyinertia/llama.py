@@ -239,9 +239,10 @@ class Llama(llama_cpp.Llama):
             text: The question, in the words of the prompt. None: no question from here on.
 
         Raises:
-            PolicyError: The policy's prefill is not "bounded", or the model is a hybrid, whose
-                recurrent part cannot take the question back.
-            ValueError: The question is longer than half of n_batch.
+            PolicyError: The policy's prefill is not "bounded", its scorer is not "attention", or
+                the model is a hybrid, whose recurrent part cannot take the question back.
+            ValueError: The question is longer than half of n_batch, or than n_ubatch in a model
+                with sliding windows.
         """
         self._kv_ctx()
         if text is None:
@@ -250,14 +251,21 @@ class Llama(llama_cpp.Llama):
         if not self._kv_bounded:
             msg = f"kv_query needs kv_prefill='bounded', {self._kv_named()} prefills whole prompts"
             raise PolicyError(msg)
+        if self.kv_policy.scorer != "attention":
+            msg = f"kv_query needs scorer='attention', {self._kv_named()} does not look at queries"
+            raise PolicyError(msg)
         if self._is_hybrid:
             msg = "kv_query cannot run on a hybrid model; put the question before the document"
             raise PolicyError(msg)
         tokens = self.tokenize(text.encode(), add_bos=False, special=True)
-        if len(tokens) > self.n_batch // 2:
+        n_most, name = self.n_batch // 2, "half of n_batch"
+        if llama_cpp.llama_model_n_swa(self.model) and n_most > self.context_params.n_ubatch:
+            # a second ubatch would take cells from the window that the next token needs
+            n_most, name = self.context_params.n_ubatch, "n_ubatch"
+        if len(tokens) > n_most:
             msg = (
-                f"kv_query: {len(tokens)} tokens are more than half of n_batch={self.n_batch}; "
-                "shorten the question, or create the Llama with a larger n_batch"
+                f"kv_query: {len(tokens)} tokens are more than {name}, {n_most}; shorten the "
+                f"question, or create the Llama with a larger {name.split()[-1]}"
             )
             raise ValueError(msg)
         self._kv_query_tokens = tokens
@@ -302,11 +310,15 @@ class Llama(llama_cpp.Llama):
         n_step = self.n_batch - len(query)  # one batch's room holds both
         for start in range(0, len(tokens) - 1, n_step):
             super().eval(tokens[start : min(start + n_step, len(tokens) - 1)])
-            _native.probe(self.ctx, 0, len(query))
-            self._batch.set_batch(batch=query, n_past=self.n_tokens, logits_all=False)
-            self._ctx.decode(self._batch)
-            _native.probe(self.ctx, 0, 0)
-            self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+            if not _native.probe(self.ctx, 0, len(query)):
+                msg = "the engine does not take the question; kv_query(None) goes on without it"
+                raise RuntimeError(msg)
+            try:
+                self._batch.set_batch(batch=query, n_past=self.n_tokens, logits_all=False)
+                self._ctx.decode(self._batch)
+            finally:
+                _native.probe(self.ctx, 0, 0)
+                self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         return tokens[-1:]
 
     def generate(

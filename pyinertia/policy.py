@@ -60,7 +60,7 @@ class KVPolicy:
         lambda_: Tilt of the layer weights, in (0, 1]. 1 weighs all layers alike, less favours the
             late ones. None means 0.042^(1/L), which is 0.9 at 30 layers. Fixed by beta under
             "coupled".
-        n_budget: Most cells a sequence holds once it was cut, the incoming token's included. A
+        n_budget: Most cells a sequence holds while it decodes, once cut, the incoming included. A
             float in (0, 1) is a share of the prompt, but never less than what must stay and
             n_refresh. A multiple of 256 pays.
         n_sink: First positions, never evicted.

@@ -12,7 +12,7 @@ class KVStats:
     Attributes:
         n_cells: Cells allocated, all streams.
         n_used: Cells in use.
-        n_tokens: Tokens that entered the cache.
+        n_tokens: Tokens that were sent to the cache.
         n_evicted: Cells that were evicted.
         n_evictions: Cuts that evicted at least one cell.
         n_refreshes: Decode queries that were scored.
@@ -23,8 +23,9 @@ class KVStats:
         kv_bytes_resident: Bytes in physical memory, whole pages. After the first cut the pages
             above the budget go back to the system. Equals kv_bytes where this cannot be told
             (other systems than Linux, other devices than the CPU).
-        t_score_ms: Scoring, in milliseconds: the op on the CPU plus the time rules. NaN where the
-            op cannot be timed.
+        t_score_ms: Scoring, in milliseconds: the op on the CPU plus the time rules; once a sequence
+            was cut the rules alone, the op is part of attention then. NaN where the op cannot be
+            timed.
         t_evict_ms: Choosing and removing cells, in milliseconds.
         t_move_ms: Compaction, in milliseconds.
     """

@@ -12,7 +12,7 @@ import stock
 import tiny_models
 from helpers import HolesLlama, logits, positions, tokens
 
-from pyinertia import KVPolicy, Llama, PolicyError
+from pyinertia import KVPolicy, Llama, PolicyError, _native
 
 N_BATCH, BUDGET, N_CELLS = 256, 256, 512
 POLICY = KVPolicy(n_budget=BUDGET, prefill="bounded")
@@ -202,10 +202,69 @@ def test_a_query_does_not_change_the_logits_of_a_prompt_that_fits(tiny):
     np.testing.assert_allclose(*out, rtol=1e-4, atol=1e-4)  # other batches, other rounding
 
 
+def test_a_probe_pushes_out_nothing(tiny, monkeypatch):
+    """The batches before it leave room for it: it must not evict what it is to rank."""
+    evicted = []
+    probe = _native.probe
+
+    def watch(ctx, seq_id, n_tokens):
+        evicted.append(_native.stats(ctx)["n_evicted"])
+        return probe(ctx, seq_id, n_tokens)
+
+    monkeypatch.setattr(_native, "probe", watch)
+    # 192 + 64 cells, no padding to spare
+    llm = small(tiny, kv_policy=replace(TINY, n_budget=192))
+    llm.kv_query("a question of 30 tokens, or so")
+    llm.eval(TOKENS[:1000])
+    assert len(evicted) == 2 * 30
+    assert evicted[-1] > 700
+    assert evicted[::2] == evicted[1::2]
+
+
+@pytest.mark.parametrize("window", [8, 0])
+def test_a_blind_prompt_after_a_probed_one_is_ranked_by_its_own_queries(tiny, window):
+    """Also if no decode step ended the probed one, and with a policy without a window."""
+    policy = replace(TINY, n_window=window)
+    fresh = small(tiny, kv_policy=policy)
+    fresh.eval(TOKENS[:1000])
+    llm = small(tiny, kv_policy=policy)
+    llm.kv_query("which one")
+    llm.eval(TOKENS[1000:2000])
+    llm.reset()
+    llm.kv_query(None)
+    llm.eval(TOKENS[:1000])
+    assert positions(llm) == positions(fresh)
+    assert positions(llm) != [0, 1, *range(1000 - 254, 1000)]  # the newest alone
+
+
+def test_a_failed_probe_leaves_a_working_context(tiny, monkeypatch):
+    llm = small(tiny)
+    llm.kv_query("which one")
+    decode, calls = llm._ctx.decode, []
+
+    def fail(batch):
+        calls.append(batch)
+        if len(calls) == 2:  # the first probe
+            raise RuntimeError("llama_decode returned 2")
+        decode(batch)
+
+    monkeypatch.setattr(llm._ctx, "decode", fail)
+    with pytest.raises(RuntimeError):
+        llm.eval(TOKENS[:1000])
+    llm.kv_query(None)
+    llm.reset()
+    llm.eval(TOKENS[:1000])
+    for token in TOKENS[1000:1005]:
+        llm.eval([token])
+    assert len(positions(llm)) == TINY.n_budget
+
+
 def test_query_errors(tiny):
     llm = small(tiny)
-    with pytest.raises(ValueError, match="more than half of n_batch=64"):
+    with pytest.raises(ValueError, match="40 tokens are more than half of n_batch, 32"):
         llm.kv_query("x" * 40)
+    with pytest.raises(PolicyError, match="needs scorer='attention'"):
+        small(tiny, kv_policy=replace(TINY, scorer="recency")).kv_query("x")
     with pytest.raises(PolicyError, match="needs kv_prefill='bounded'"):
         small(tiny, kv_policy=replace(TINY, prefill="full")).kv_query("x")
 

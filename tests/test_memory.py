@@ -36,9 +36,8 @@ def test_bytes_are_those_of_the_cells(smollm2, flash_attn):
     stats = llm.kv_stats()
     assert stats.kv_bytes == PER_CELL * N_CTX
     assert stats.kv_bytes_used == PER_CELL * BUDGET
-    if (
-        linux
-    ):  # whole pages above the budget; a transposed V has rows of 2 KiB here, no page to give
+    if linux:
+        # whole pages above the budget; a transposed V has rows of 2 KiB here, no page to give
         v_bytes = PER_CELL // 2 * (BUDGET if flash_attn else N_CTX)
         n_pages = 30 * 2 * 2  # those at the ends of K and V in each layer
         assert stats.kv_bytes_resident <= PER_CELL // 2 * BUDGET + v_bytes + n_pages * 4096

@@ -44,7 +44,7 @@ extern "C" {
         float    beta;         // memory of the EMA, in [0, 1)
         float    lambda;       // layer weights w_l ~ lambda^(L-1-l), in (0, 1]; 0 = 0.042^(1/L)
 
-        uint32_t n_budget;     // most cells a sequence holds once cut, new ones included
+        uint32_t n_budget;     // most cells a sequence holds while it decodes, once cut, new ones included
         float    budget_share; // if > 0: n_budget is this share of the prompt's positions, in (0, 1), but never too small
 
         uint32_t n_sink;       // first positions, never evicted
@@ -57,7 +57,7 @@ extern "C" {
 
         bool     frozen;       // keep the first ranking; generated tokens outrank the prompt, oldest of them first
         bool     bounded;      // a prompt that outgrows the context's cells is cut while it enters: give the context at least
-                               // n_budget + n_batch cells
+                               // n_budget + n_batch cells per sequence
         bool     compact;      // false (for tests) leaves the holes of a cut in place, and attention to llama.cpp: a cut
                                // then equals removing the same positions from a cache without an engine, bit for bit
     };
@@ -111,7 +111,7 @@ extern "C" {
 
     // The next n_tokens tokens of the sequence ask about its cells: their attention ranks the cuts of a bounded prefill
     // from now on, the prompt's own queries do not. n_tokens = 0 takes in what they saw; after that they can be removed.
-    // The ranking by probes ends when the sequence's prompt does.
+    // The ranking by probes ends when the sequence's prompt does. Returns false outside of a bounded prompt.
     LLAMA_API bool llama_kv_evict_probe(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
 
     // The resident cells of the sequence, by position. Writes at most n_max of them, returns how many there are,

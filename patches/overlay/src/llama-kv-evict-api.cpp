@@ -221,10 +221,9 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     };
 
     // some models choose their RoPE factors by the positions of a context
-    if (params.n_ctx > 0) {
-        ctx.cparams.n_ctx_seq = GGML_PAD((params.n_ctx + ctx.n_seq_max() - 1)/ctx.n_seq_max(), 256);
-        ctx.cparams.n_ctx     = ctx.cparams.n_ctx_seq*ctx.n_seq_max();
-    }
+    const uint32_t n_ctx_seq = GGML_PAD((params.n_ctx + ctx.n_seq_max() - 1)/ctx.n_seq_max(), 256);
+    ctx.cparams.n_ctx_seq = std::max(n_ctx_seq, kv->get_size());
+    ctx.cparams.n_ctx     = ctx.cparams.n_ctx_seq*ctx.n_seq_max();
 
     try {
         reserve(evict);

@@ -37,7 +37,7 @@ static void release_pages(char * begin, char * end) {
     }
 }
 
-// physical memory behind [begin, end), whole pages at its ends included
+// physical memory behind [begin, end)
 static size_t resident_bytes(char * begin, char * end) {
     const uintptr_t page = sysconf(_SC_PAGESIZE);
     const uintptr_t p0   = (uintptr_t) begin/page*page;
@@ -48,7 +48,9 @@ static size_t resident_bytes(char * begin, char * end) {
         return end - begin;
     }
 
-    return page*std::count_if(pages.begin(), pages.end(), [](unsigned char p) { return p & 1; });
+    const size_t size = page*std::count_if(pages.begin(), pages.end(), [](unsigned char p) { return p & 1; });
+
+    return std::min<size_t>(size, end - begin);
 }
 
 #else
@@ -84,6 +86,10 @@ static void release_cells(const ggml_tensor * t, uint32_t s, uint32_t c0, bool i
 //
 
 void llama_kv_evict::release() {
+    if (!kv.sc_info.empty()) {
+        return; // a pending copy reads cells that may be gone already
+    }
+
     for (uint32_t s = 0; s < seqs.size(); ++s) {
         release(s);
     }

@@ -52,8 +52,10 @@ void llama_kv_evict::settle(llama_context & lctx) {
         auto & dst = seqs[kv.sc_info.sdst[n_copied]];
 
         const int32_t n_prompt = dst.n_prompt; // announced for the tokens after the copy
+        const int32_t n_probe  = dst.n_probe;
         dst = seqs[kv.sc_info.ssrc[n_copied]];
         dst.n_prompt = n_prompt;
+        dst.n_probe  = n_probe;
     }
 
     for (uint32_t s = 0; s < seqs.size(); ++s) {

@@ -24,7 +24,7 @@ llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params 
     seqs.resize(kv.n_stream);
     for (auto & seq : seqs) {
         seq.cells.resize(kv.get_size());
-        seq.n_budget = params.budget_share > 0.0f ? n_budget_open : params.n_budget;
+        seq.n_budget = params.budget_share > 0.0f ? n_budget_open : std::min(params.n_budget, kv.get_size());
     }
 
     if (scores_attention()) {
@@ -98,15 +98,23 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
     const uint32_t n_new  = pos.size();
     const uint32_t n_used = kv.v_cells[s].seq_pos_get(s).size();
 
-    const uint32_t n_room = kv.get_size() - std::min(kv.get_size(), n_new);
+    // a probe must not push out what it is to rank
+    const uint32_t n_need = n_new + (seq.n_probe > 0 ? 0 : seq.n_spare);
+    const uint32_t n_room = kv.get_size() - std::min(kv.get_size(), n_need);
 
     seq.p0 = pos.front();
     seq.p1 = pos.back() + 1;
 
     if (n_used == 0 || seq.n_probe > 0 || (seq.n_prompt >= 0 ? seq.n_prompt > 0 : n_new > 1)) {
+        if (n_used == 0 && seq.n_probe == 0) {
+            seq.is_probed = false;
+            seq.n_spare   = 0;
+        }
+
         if (seq.phase_cur != PHASE_PROMPT) {
             seq.phase_cur = PHASE_PROMPT;
             seq.is_probed = false;
+            seq.n_spare   = 0;
             seq.window.clear();
 
             for (auto & cell : seq.cells) {
@@ -120,8 +128,9 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
 
         // the prompt's last n_window tokens are scored; they may stand in several batches
         // bounded: those of every batch, the next one may need room
-        const size_t n_left = seq.n_prompt > 0 && seq.n_probe == 0 && !params.bounded ? seq.n_prompt : n_new;
-        score(s, pos, n_left - std::min<size_t>(n_left, params.n_window), std::min<size_t>(n_left, n_new));
+        const size_t n_left = seq.n_prompt > 0 && !params.bounded ? seq.n_prompt : n_new;
+        const size_t n_last = params.bounded ? n_rows : params.n_window;
+        score(s, pos, n_left - std::min(n_left, n_last), std::min<size_t>(n_left, n_new));
     } else if (seq.phase_cur == PHASE_PROMPT) {
         seq.phase_cur  = PHASE_FIRST;
         seq.n_unscored = 0;
@@ -183,7 +192,7 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_most, uint32_t n_target) {
 
     const uint32_t n_used = cells.seq_pos_get(s).size();
 
-    if (params.scorer == LLAMA_KV_SCORER_NONE || n_used <= n_most) {
+    if (!evicts() || n_used <= n_most) {
         return;
     }
 
@@ -277,7 +286,7 @@ void llama_kv_evict::plan(uint32_t s, uint32_t n_new) {
     seq.has_holes = false;
 
     const uint32_t n_end  = cells.used_max_p1();
-    const bool     is_open = params.scorer == LLAMA_KV_SCORER_NONE || seq.n_budget == n_budget_open;
+    const bool     is_open = !evicts() || seq.n_budget == n_budget_open;
     const uint32_t n_keep  = std::max(is_open ? 0 : seq.n_budget, cells.get_used() + n_new);
 
     if (n_keep >= n_end || GGML_PAD(n_end, n_kv_pad) == GGML_PAD(n_keep, n_kv_pad)) {
@@ -339,7 +348,7 @@ bool llama_kv_evict::protect(llama_pos p0, llama_pos p1) {
         return false;
     }
 
-    const bool is_limited = params.scorer != LLAMA_KV_SCORER_NONE && params.budget_share <= 0.0f;
+    const bool is_limited = evicts() && params.budget_share <= 0.0f;
     if (is_limited && (uint64_t) n_protected(p0, p1, n_budget_open) + n_recent + params.n_refresh > params.n_budget) {
         return false;
     }
@@ -353,6 +362,7 @@ bool llama_kv_evict::prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n
     settle(lctx); // the tokens of the last batch belong to the last announcement
 
     seqs[seq_id].n_prompt = std::max(-1, n_tokens);
+    seqs[seq_id].n_probe  = 0; // one that failed is over
 
     return true;
 }
@@ -375,6 +385,7 @@ bool llama_kv_evict::probe(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     }
 
     seq.n_probe = std::max(0, n_tokens);
+    seq.n_spare = std::max<uint32_t>(seq.n_spare, seq.n_probe);
 
     return true;
 }

@@ -17,7 +17,8 @@
 //   first     s = pool(max over the last n_window prompt queries and the first decode query of m[t,c]); sum: their sum
 //   then      s <- beta s + (1 - beta) m                           or another rule of llama_kv_aggregation
 //
-// The rows are made by ggml_kv_mass inside the graph (llama-kv-evict-graph.h) and read back before the next batch;
+// The rows are made inside the graph (llama-kv-evict-graph.h), by ggml_kv_mass beside llama.cpp's attention and by
+// ggml_kv_attn in place of it once a sequence was cut, and read back before the next batch;
 // everything else happens on the host: scores in llama-kv-evict-score.cpp, the rest in llama-kv-evict.cpp.
 //
 // The life of a sequence:
@@ -166,6 +167,7 @@ private:
         phase    phase_cur  = PHASE_PROMPT;
         int32_t  n_prompt   = -1; // announced prompt tokens that are still to come, -1 = none were announced
         int32_t  n_probe    = 0;  // announced tokens of a probe
+        uint32_t n_spare    = 0;  // cells that a prompt's batches leave free for probes
         bool     is_probed  = false;
         uint32_t n_budget   = 0;
         uint32_t n_unscored = 0;  // decode steps since the last scored one
