@@ -79,7 +79,7 @@ def test_readme_numbers_name_their_command():
     assert "pyinertia bench" in section
     assert "tests/test_retrieval.py" in section
     rows = [line.split("|")[1].strip().strip("`") for line in section.splitlines() if "|" in line]
-    assert {"inertiakv", "inertiakv-lazy", "score-free"} <= set(rows)
+    assert {"inertiakv", "score-free", "inertiakv/bounded"} <= set(rows)
 
 
 def test_pin_is_the_vendored_one():
