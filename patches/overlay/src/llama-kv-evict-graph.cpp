@@ -297,7 +297,7 @@ bool llama_kv_evict::update(llama_context & lctx) try {
 
         if (ok) {
             moved(s, meta);
-            release(s);
+            seq.i_release = 0;
         } else {
             LLAMA_LOG_ERROR("%s: failed to move %zu cells of stream %u, they stay where they are\n", __func__, seq.from.size(), s);
         }

@@ -86,19 +86,21 @@ static void release_cells(const ggml_tensor * t, uint32_t s, uint32_t c0, bool i
 //
 
 void llama_kv_evict::release() {
+    for (uint32_t s = 0; s < seqs.size(); ++s) {
+        release(s, 0, kv.layers.size());
+    }
+}
+
+void llama_kv_evict::release(uint32_t s, size_t il0, size_t il1) {
     if (!kv.sc_info.empty()) {
         return; // a pending copy reads cells that may be gone already
     }
 
-    for (uint32_t s = 0; s < seqs.size(); ++s) {
-        release(s);
-    }
-}
-
-void llama_kv_evict::release(uint32_t s) {
     const uint32_t c0 = kv.v_cells[s].used_max_p1();
 
-    for (const auto & layer : kv.layers) {
+    for (size_t il = il0; il < il1; ++il) {
+        const auto & layer = kv.layers[il];
+
         release_cells(layer.k, s, c0, false);
         release_cells(layer.v, s, c0, kv.v_trans);
     }

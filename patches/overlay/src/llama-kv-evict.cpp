@@ -13,6 +13,9 @@
 // attention cost is padded to this many cells (llama_kv_cache::get_n_kv)
 static constexpr uint32_t n_kv_pad = 256;
 
+// decode steps over which the memory above a cut goes back to the system
+static constexpr size_t n_release = 16;
+
 // a share of a prompt that has not ended yet
 static constexpr uint32_t n_budget_open = std::numeric_limits<int32_t>::max();
 
@@ -157,6 +160,13 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         // down to n_budget after n_refresh more tokens
         const auto below = [&seq](uint32_t n) { return seq.n_budget - std::min(seq.n_budget, n); };
         cut(s, below(n_new), below(std::max(params.n_refresh, n_new)));
+
+        const size_t n_layer = kv.layers.size();
+        if (seq.i_release < n_layer) {
+            const size_t il = std::min(n_layer, seq.i_release + (n_layer + n_release - 1)/n_release);
+            release(s, seq.i_release, il);
+            seq.i_release = il;
+        }
 
         // a cut should see a fresh row: score when the next step has to cut
         const bool is_full = kv.v_cells[s].seq_pos_get(s).size() + 2*n_new > seq.n_budget;

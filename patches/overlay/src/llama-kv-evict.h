@@ -128,9 +128,9 @@ private:
     void set_coef();
     void take_op_times(llama_context & lctx);
 
-    // memory (llama-kv-evict-memory.cpp): give the pages of cells back that are not used, all or those of a stream
+    // memory (llama-kv-evict-memory.cpp): give the pages of cells back that are not used, all or those of some layers
     void release();
-    void release(uint32_t s);
+    void release(uint32_t s, size_t il0, size_t il1);
 
     void get_bytes(llama_memory_i & memory, llama_kv_evict_stats & stats) const;
 
@@ -176,6 +176,9 @@ private:
         llama_pos p0 = 0;
         llama_pos p1 = 0; // exclusive
         std::vector<scored_query> queries;
+
+        // the next layer whose memory goes back: a few per step, so that the cut stays short
+        size_t i_release = SIZE_MAX;
 
         // holes to be filled, and the moves that fill them
         bool has_holes = false;
