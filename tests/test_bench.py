@@ -43,6 +43,7 @@ def settings(tiny, stock_lib_dir) -> Settings:
         n_tokens=N_DECODED + 2,  # two are left over: no turn of their own
         n_block=4,
         repeats=2,
+        full_cache=True,
         stock_lib=stock_lib_dir,
         openvino=None,
     )
@@ -108,6 +109,12 @@ def test_bytes_are_those_of_the_cells(done):
     # stock's log has two digits of MiB
     assert used["stock"] == pytest.approx(used["kv_policy=None"], rel=0.05)
     assert used["stock, context of 64"] == pytest.approx(used["inertiakv"], rel=0.05)
+
+
+def test_sides_with_a_full_cache_can_be_left_out(settings):
+    without = replace(settings, full_cache=False)
+    names = [spec.name for spec in specs(without, next(without.groups()))]
+    assert names == [name for name in SIDES if name not in ("stock", "kv_policy=None")]
 
 
 def test_table_has_every_side(done):

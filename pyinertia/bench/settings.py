@@ -50,6 +50,7 @@ class Settings:
     n_tokens: int
     n_block: int
     repeats: int
+    full_cache: bool  # the sides that keep all cells
     stock_lib: Path | None
     openvino: str | None  # a Python with openvino-genai
 

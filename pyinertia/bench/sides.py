@@ -37,11 +37,13 @@ def specs(settings: Settings, group: Group) -> Iterator[Spec]:
     whole: dict[str, Any] = {"n_prompt": n, "n_ctx": n + room}
     budgets = settings.budgets_below(n)
     if settings.stock_lib:
-        yield Spec(name=STOCK, kind="stock", **whole)
+        if settings.full_cache:
+            yield Spec(name=STOCK, kind="stock", **whole)
         for budget in budgets:
             name = f"stock, context of {budget}"
             yield Spec(name=name, kind="stock", n_prompt=budget - room, n_ctx=budget, budget=budget)
-    yield Spec(name=NONE, kind="pyinertia", **whole)
+    if settings.full_cache:
+        yield Spec(name=NONE, kind="pyinertia", **whole)
     for budget in budgets:
         for name in settings.policies:
             policy, bounded = split_policy(name)
@@ -49,7 +51,8 @@ def specs(settings: Settings, group: Group) -> Iterator[Spec]:
                 name=name, kind="pyinertia", policy=policy, bounded=bounded, budget=budget, **whole
             )
     if settings.openvino:
-        yield Spec(name="openvino", kind="openvino", **whole)
+        if settings.full_cache:
+            yield Spec(name="openvino", kind="openvino", **whole)
         for budget in budgets:
             yield Spec(name="openvino, evicting", kind="openvino", budget=budget, **whole)
 

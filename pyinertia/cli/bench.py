@@ -99,6 +99,9 @@ def main(
             show_default="that one, if it is there",
         ),
     ] = None,
+    full_cache: Annotated[
+        bool, typer.Option(help="The sides that keep all cells: long prompts make them slow.")
+    ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="A small grid, see above.")] = False,
     steady: Annotated[
         int | None,
@@ -132,6 +135,7 @@ def main(
             n_tokens=grid.tokens if tokens is None else tokens,
             n_block=block,
             repeats=grid.repeats if repeats is None else repeats,
+            full_cache=full_cache,
             stock_lib=_stock_lib(stock_lib) if steady is None else None,
             openvino=_openvino(openvino) if steady is None else None,
         )
