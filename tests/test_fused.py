@@ -67,6 +67,29 @@ def test_the_op_is_used_from_the_cut_to_the_next_empty_cache(model, lib_dir, sco
     lc.llama_free(context.ctx)
 
 
+def test_it_follows_the_cells_into_and_out_of_a_state(tiny):
+    """Without gaps or with them, it goes on bit for bit as where it was saved."""
+    runs = []
+    for start in ("fresh", "after a cut"):
+        llm = Llama(tiny, n_ctx=512, n_threads=1, verbose=False, kv_policy=KVPolicy(**SMALL))
+        if start == "fresh":
+            llm.eval(TOKENS[:100])
+            whole = llm.save_state()
+            for token in TOKENS[100:105]:
+                llm.eval([token])
+            cut = llm.save_state()
+        else:
+            llm.eval(TOKENS[200:400])
+            for token in TOKENS[:5]:
+                llm.eval([token])
+        for state in (whole, cut):
+            llm.load_state(state)
+            llm.eval([7])
+            runs.append(logits(llm))
+    assert np.array_equal(runs[0], runs[2])
+    assert np.array_equal(runs[1], runs[3])
+
+
 @pytest.mark.parametrize("scorer", ["none", "attention"])
 def test_without_a_cut_of_its_own_attention_stays_llama_cpps(model, lib_dir, scorer):
     watch = Watch(lib_dir)

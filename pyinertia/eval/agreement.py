@@ -126,11 +126,7 @@ def _row(measured: Measured, arm: Arm) -> dict[str, Any]:
     kept = [result["kept"] for result in results.values() if result["kept"] is not None]
     found = [result["score"] for result in results.values() if result["score"] is not None]
     return {
-        "arm": arm.label,
-        "policy": arm.name,
-        "budget": arm.budget,
-        "n_samples": len(results),
-        "n_cells": report.mean(result["n_cells"] for result in results.values()),
+        **report.head(arm, results),
         "match": bootstrap([[p["match"] for p in task] for task in by_task.values()])._asdict(),
         "identical": report.mean(pair["identical"] for pair in pairs),
         "first_difference": report.mean(pair["first_difference"] for pair in pairs),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pyinertia.errors import EvalError
 from pyinertia.eval.options import Options, choose, command
+
+if TYPE_CHECKING:
+    from pyinertia.eval.passages import Passages
+    from pyinertia.eval.vocabulary import Vocabulary
 
 app = typer.Typer(
     help="What eviction costs in quality: policies against the full cache, on the same samples.",
@@ -137,18 +141,11 @@ def _longbench(options: Options, name: str, rows: dict[str, Any], tasks: Any) ->
 def ppl(options: Options, tokens: Tokens = 256, text: Text = None) -> None:
     """Perplexity, and KL to the full cache, of a text, by distance from the cut."""
     from pyinertia.eval import perplexity, session
-    from pyinertia.eval.passages import Passages
 
     session.perform(
         options,
         lambda vocabulary: perplexity.Perplexity(
-            Passages(
-                vocabulary,
-                text,
-                length=options.length,
-                n_tokens=tokens,
-                seed=options.seed,
-            ),
+            _passages(vocabulary, options, tokens, text),
             options.samples,
         ),
         perplexity.find,
@@ -183,18 +180,11 @@ def overlap(options: Options, tokens: Tokens = 128, text: Text = None) -> None:
     """
     from pyinertia.eval import overlap as comparison
     from pyinertia.eval import session
-    from pyinertia.eval.passages import Passages
 
     session.perform(
         options,
         lambda vocabulary: comparison.Overlap(
-            Passages(
-                vocabulary,
-                text,
-                length=options.length,
-                n_tokens=tokens,
-                seed=options.seed,
-            ),
+            _passages(vocabulary, options, tokens, text),
             options.samples,
             tokens,
         ),
@@ -202,6 +192,12 @@ def overlap(options: Options, tokens: Tokens = 128, text: Text = None) -> None:
         extra=_text_identity(text, tokens),
         vary=comparison.both_aggregations,
     )
+
+
+def _passages(vocabulary: Vocabulary, options: Options, tokens: int, text: Path | None) -> Passages:
+    from pyinertia.eval.passages import Passages
+
+    return Passages(vocabulary, text, length=options.length, n_tokens=tokens, seed=options.seed)
 
 
 def _text_identity(text: Path | None, tokens: int) -> dict[str, Any]:

@@ -104,11 +104,7 @@ def _row(measured: Measured, arm: Arm) -> dict[str, Any]:
     kl = [float(np.mean(result["kl"][after])) for result in results.values()]
     top = [float(np.mean(result["top"][after])) for result in results.values()]
     return {
-        "arm": arm.label,
-        "policy": arm.name,
-        "budget": arm.budget,
-        "n_samples": len(results),
-        "n_cells": report.mean(result["n_cells"] for result in results.values()),
+        **report.head(arm, results),
         "ppl": math.exp(report.mean(nll)),
         "ppl_ratio": {key: math.exp(v) for key, v in bootstrap([more])._asdict().items()},
         "kl": bootstrap([kl])._asdict(),

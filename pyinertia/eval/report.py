@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -55,6 +55,17 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def head(arm: Arm, results: Mapping[Item, Result]) -> dict[str, Any]:
+    """What a row says of every kind of evaluation."""
+    return {
+        "arm": arm.label,
+        "policy": arm.name,
+        "budget": arm.budget,
+        "n_samples": len(results),
+        "n_cells": mean(result["n_cells"] for result in results.values()),
+    }
+
+
 def score_rows(measured: Measured, arms: Sequence[Arm], tasks: Sequence[str]) -> Rows:
     """One row per arm: scores by task, their mean, the difference to the full cache, speed."""
     rows = []
@@ -70,11 +81,7 @@ def score_rows(measured: Measured, arms: Sequence[Arm], tasks: Sequence[str]) ->
         pairs = paired(measured, arm, "score")
         rows.append(
             {
-                "arm": arm.label,
-                "policy": arm.name,
-                "budget": arm.budget,
-                "n_samples": len(results),
-                "n_cells": mean(result["n_cells"] for result in results.values()),
+                **head(arm, results),
                 "score": mean(score for score in by_task.values() if not math.isnan(score)),
                 "difference": difference(pairs)._asdict(),
                 "by_task": {

@@ -40,7 +40,18 @@ bool llama_kv_evict::evicts() const {
 }
 
 bool llama_kv_evict::fuses_attention() const {
-    return is_cut && params.compact;
+    if (!evicts() || !params.compact) {
+        return false;
+    }
+
+    for (uint32_t s = 0; s < seqs.size(); ++s) {
+        const auto & cells = kv.v_cells[s];
+        if (cells.seq_pos_max(s) >= (llama_pos) cells.seq_pos_get(s).size()) {
+            return true; // positions are missing
+        }
+    }
+
+    return false;
 }
 
 int32_t llama_kv_evict::row(llama_seq_id seq_id, llama_pos pos) const {
@@ -69,7 +80,6 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
     if (std::all_of(kv.v_cells.begin(), kv.v_cells.end(), is_empty)) {
         stats   = {};
         t_op_us = 0;
-        is_cut  = false;
     }
 
     std::vector<std::vector<llama_pos>> pos(seqs.size());
@@ -250,8 +260,6 @@ void llama_kv_evict::remove(uint32_t s, const std::vector<uint32_t> & idxs) {
     }
 
     seqs[s].has_holes = true;
-
-    is_cut = is_cut || evicts();
 
     stats.n_evicted += idxs.size();
     stats.n_evictions++;

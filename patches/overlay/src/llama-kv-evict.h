@@ -85,7 +85,7 @@ struct llama_kv_evict {
     bool evicts() const; // by itself
     bool scores_attention() const;
 
-    // since a cut, attention and its mass are one op: its sums have another order than llama.cpp's
+    // a sequence with evicted cells: attention and its mass are one op, whose sums have another order than llama.cpp's
     bool fuses_attention() const;
 
     // the row of query (seq_id, pos) in the batch that is being computed, -1 if it is not scored
@@ -212,8 +212,6 @@ private:
     llama_kv_cache & kv;
 
     const llama_kv_evict_params params;
-
-    bool is_cut = false; // some sequence, since the cache was last empty
 
     const uint32_t n_recent; // at least 1: decode continues at the newest position
     const uint32_t n_rows;   // rows per stream
