@@ -241,8 +241,8 @@ class Llama(llama_cpp.Llama):
         Raises:
             PolicyError: The policy's prefill is not "bounded", its scorer is not "attention", or
                 the model is a hybrid, whose recurrent part cannot take the question back.
-            ValueError: The question is longer than half of n_batch, or than n_ubatch in a model
-                with sliding windows.
+            ValueError: The question is empty, or longer than half of n_batch, or than n_ubatch in
+                a model with sliding windows.
         """
         self._kv_ctx()
         if text is None:
@@ -258,6 +258,9 @@ class Llama(llama_cpp.Llama):
             msg = "kv_query cannot run on a hybrid model; put the question before the document"
             raise PolicyError(msg)
         tokens = self.tokenize(text.encode(), add_bos=False, special=True)
+        if not tokens:
+            msg = f"kv_query: {text!r} has no tokens; give a question, or None for none"
+            raise ValueError(msg)
         n_most, name = self.n_batch // 2, "half of n_batch"
         if llama_cpp.llama_model_n_swa(self.model) and n_most > self.context_params.n_ubatch:
             # a second ubatch would take cells from the window that the next token needs

@@ -263,6 +263,8 @@ def test_query_errors(tiny):
     llm = small(tiny)
     with pytest.raises(ValueError, match="40 tokens are more than half of n_batch, 32"):
         llm.kv_query("x" * 40)
+    with pytest.raises(ValueError, match="'' has no tokens; give a question, or None"):
+        llm.kv_query("")
     with pytest.raises(PolicyError, match="needs scorer='attention'"):
         small(tiny, kv_policy=replace(TINY, scorer="recency")).kv_query("x")
     with pytest.raises(PolicyError, match="needs kv_prefill='bounded'"):

@@ -90,6 +90,18 @@ def test_it_follows_the_cells_into_and_out_of_a_state(tiny):
     assert np.array_equal(runs[1], runs[3])
 
 
+def test_another_engine_takes_over_a_cut_cache(tiny):
+    llm = Llama(tiny, n_ctx=512, n_threads=1, verbose=False, kv_policy=KVPolicy(**SMALL))
+    llm.eval(TOKENS[:100])
+    llm.eval(TOKENS[100:101])
+    before = positions(llm)
+    assert not _native.attach(llm.ctx, KVPolicy(**{**SMALL, "n_budget": 40}), True)
+    assert positions(llm) == before
+    for token in TOKENS[101:103]:  # the first one ranks the cells
+        llm.eval([token])
+    assert len(positions(llm)) == 40
+
+
 @pytest.mark.parametrize("scorer", ["none", "attention"])
 def test_without_a_cut_of_its_own_attention_stays_llama_cpps(model, lib_dir, scorer):
     watch = Watch(lib_dir)

@@ -141,6 +141,8 @@ ggml_tensor * build_kv_attn(
 
         rows = evict->devices[i].rows;
         last = &inp->last[i];
+
+        evict->hooked[il] = true;
     }
 
     ggml_tensor * cur = ggml_kv_attn(graph.ctx0, q, k, v, kq_mask, sinks, rows, inp->coef, inp->row_idx, il,
