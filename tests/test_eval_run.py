@@ -290,6 +290,27 @@ def test_policies_can_be_changed():
     assert [refusal.label for refusal in refusals] == ["tova/n_recent=600 512"]
 
 
+def test_a_question_can_be_named_before_its_prompt(run, tmp_path, monkeypatch):
+    kv_query, asked = Llama.kv_query, []
+
+    def recorded(self, text):
+        kv_query(self, text)
+        asked.append(text)
+
+    monkeypatch.setattr(Llama, "kv_query", recorded)
+    policies = "inertiakv/bounded,inertiakv/bounded/query,inertiakv/query"
+    args = ["--policies", policies, "--samples", 1, "--no-plots", "--out", tmp_path]
+    output = run(*NEEDLES, *args)
+    assert len(asked) == 2
+    assert all(text.startswith("What is the secret number of") for text in asked)
+    assert "kv_query needs kv_prefill='bounded'" in " ".join(output.split())
+    rows = json.loads((tmp_path / "ruler.json").read_text())["rows"]
+    assert {row["arm"]: row["n_cells"] for row in rows[1:]} == {
+        "inertiakv/bounded 256": 256,
+        "inertiakv/bounded/query 256": 256,
+    }
+
+
 def test_an_interrupt_keeps_what_was_measured(run, tmp_path, monkeypatch):
     from pyinertia.eval import scored
 

@@ -10,15 +10,24 @@ from pyinertia.errors import EvalError, PolicyError
 from pyinertia.policy import AGGREGATIONS, POLICIES, KVPolicy, resolve_policy
 
 FULL = "full"
+QUERY = "/query"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One policy at one budget; `name` is how the user wrote the policy."""
+    """One policy at one budget.
+
+    Attributes:
+        name: How the user wrote the policy.
+        budget: Cells, or a share of the prompt. None: the full cache.
+        policy: The policy at that budget.
+        query: Whether the question is named before its prompt enters (`Llama.kv_query`).
+    """
 
     name: str
     budget: int | float | None
     policy: KVPolicy
+    query: bool = False
 
     @property
     def label(self) -> str:
@@ -112,6 +121,8 @@ def parse_budgets(text: str) -> list[int | float]:
 def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     """Return the arms, the full cache first, and those that cannot run.
 
+    A policy that ends with `/query` has the question named before its prompt enters.
+
     Raises:
         EvalError: A name or a number cannot be read, or no arm but the full cache is left.
     """
@@ -120,9 +131,11 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     for name in _parts(policies):
         if name == FULL:
             continue
+        text, query = name.removesuffix(QUERY), name.endswith(QUERY)
         for budget in sizes:
             try:
-                arms.append(Arm(name, budget, resolve_policy(parse_policy(name), budget)))
+                policy = resolve_policy(parse_policy(text), budget)
+                arms.append(Arm(name, budget, policy, query))
             except PolicyError as error:
                 refusals.append(Refusal(f"{name} {budget}", str(error)))
     if len(arms) == 1:

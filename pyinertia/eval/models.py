@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pyinertia import _native
 from pyinertia.errors import EvalError, PolicyError, PyInertiaError
-from pyinertia.eval.arms import FULL_ARM, Arm
+from pyinertia.eval.arms import FULL_ARM, QUERY, Arm
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.settings import KV_TYPES, Settings
 from pyinertia.policy import KVPolicy
@@ -52,9 +52,11 @@ class Models:
         Raises:
             PolicyError: The policy cannot run on this model.
         """
-        if arm.policy.prefill != "full":
+        if arm.query or arm.policy.prefill != "full":
             llm = self._open(arm)
             llm.reset()
+            if arm.query:
+                llm.kv_query(_question(llm, sample))
             return llm
         llm = self._open(FULL_ARM)
         if self._start is None or self._start[0] != sample.sha256:
@@ -105,6 +107,14 @@ def _explained(settings: Settings) -> Iterator[None]:
             "there memory for it?"
         )
         raise EvalError(msg) from error
+
+
+def _question(llm: Llama, sample: Sample) -> str:
+    first, last = sample.question_span
+    if first == last:
+        msg = f"{sample.task} asks no question that could be named; leave {QUERY} out"
+        raise PolicyError(msg)
+    return llm.detokenize(list(sample.prompt[first:last])).decode(errors="replace")
 
 
 def _attach(llm: Llama, policy: KVPolicy) -> None:
