@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyinertia.errors import NativeLibraryError
-from pyinertia.policy import AGGREGATIONS, SCORERS, KVPolicy
+from pyinertia.policy import AGGREGATIONS, HEADS, SCORERS, KVPolicy
 
 # copies of vendor/llama.cpp.toml, which a wheel does not carry; tests/test_docs.py compares them
 LLAMA_CPP_PYTHON = "0.3.36"
 LLAMA_CPP_COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 CELL = np.dtype([("pos", np.int32), ("score", np.float32)])  # struct llama_kv_evict_cell
 PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"  # where llama_cpp looks for its library, once, at import
 REBUILD = (
@@ -39,6 +39,7 @@ class EvictParams(ctypes.Structure):
     _fields_ = (
         ("scorer", ctypes.c_int),
         ("aggregation", ctypes.c_int),
+        ("heads", ctypes.c_int),
         ("beta", ctypes.c_float),
         ("lambda_", ctypes.c_float),
         ("n_budget", ctypes.c_uint32),
@@ -98,6 +99,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_bool,
         [_CTX, EvictParams, ctypes.c_char_p, ctypes.c_size_t],
     ),
+    # LLAMA_API int32_t llama_kv_evict_n_layer(struct llama_context * ctx);
+    "llama_kv_evict_n_layer": (ctypes.c_int32, [_CTX]),
+    # LLAMA_API bool llama_kv_evict_set_layer_weights(
+    #         struct llama_context * ctx, const float * w, int32_t n);
+    "llama_kv_evict_set_layer_weights": (ctypes.c_bool, [_CTX, ctypes.c_void_p, ctypes.c_int32]),
     # LLAMA_API bool llama_kv_evict_protect(
     #         struct llama_context * ctx, llama_pos p0, llama_pos p1);
     "llama_kv_evict_protect": (ctypes.c_bool, [_CTX, ctypes.c_int32, ctypes.c_int32]),
@@ -236,6 +242,7 @@ def make_params(policy: KVPolicy, compact: bool, n_ctx: int = 0) -> EvictParams:
         setattr(params, name, getattr(policy, name))
     params.scorer = SCORERS[policy.scorer]
     params.aggregation = AGGREGATIONS[policy.aggregation]
+    params.heads = HEADS[policy.heads]
     params.lambda_ = policy.lambda_ or 0.0
     if isinstance(policy.n_budget, float):
         params.n_budget, params.budget_share = policy.n_least, policy.n_budget
@@ -253,6 +260,11 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
     params = make_params(policy, compact, n_ctx)
     if not lib.llama_kv_evict_attach(ctx, params, message, len(message)):
         return message.value.decode("utf-8", "replace") or "the library gave no reason"
+    if policy.layer_weights is not None:
+        weights = np.array(policy.layer_weights, np.float32)
+        if not lib.llama_kv_evict_set_layer_weights(ctx, weights.ctypes.data, weights.size):
+            needed = lib.llama_kv_evict_n_layer(ctx)
+            return f"layer_weights has {weights.size} weights, it has {needed} scored layers"
     for p0, p1 in policy.protect:
         if not lib.llama_kv_evict_protect(ctx, p0, p1):
             return f"the budget has no room for the protected positions [{p0}, {p1})"

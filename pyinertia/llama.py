@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pyinertia import _native
 from pyinertia.errors import ModelError, PolicyError
-from pyinertia.policy import KVPolicy, resolve_policy
+from pyinertia.policy import QUERY_SCORERS, KVPolicy, resolve_policy
 from pyinertia.stats import KVStats
 
 _native.load()  # before llama_cpp is imported: it decides which library llama_cpp gets
@@ -239,8 +239,8 @@ class Llama(llama_cpp.Llama):
             text: The question, in the words of the prompt. None: no question from here on.
 
         Raises:
-            PolicyError: The policy's prefill is not "bounded", its scorer is not "attention", or
-                the model is a hybrid, whose recurrent part cannot take the question back.
+            PolicyError: The policy's prefill is not "bounded", its scorer does not look at queries,
+                or the model is a hybrid, whose recurrent part cannot take the question back.
             ValueError: The question is empty, or longer than half of n_batch, or than n_ubatch in
                 a model with sliding windows.
         """
@@ -251,8 +251,11 @@ class Llama(llama_cpp.Llama):
         if not self._kv_bounded:
             msg = f"kv_query needs kv_prefill='bounded', {self._kv_named()} prefills whole prompts"
             raise PolicyError(msg)
-        if self.kv_policy.scorer != "attention":
-            msg = f"kv_query needs scorer='attention', {self._kv_named()} does not look at queries"
+        if self.kv_policy.scorer not in QUERY_SCORERS:
+            msg = (
+                f"kv_query needs a scorer that looks at queries ({', '.join(QUERY_SCORERS)}), "
+                f"{self._kv_named()} does not"
+            )
             raise PolicyError(msg)
         if self._is_hybrid:
             msg = "kv_query cannot run on a hybrid model; put the question before the document"

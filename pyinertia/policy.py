@@ -14,13 +14,26 @@ import numpy as np
 
 from pyinertia.errors import PolicyError
 
-# name -> value of enum llama_kv_scorer / llama_kv_aggregation; another one is one line here
+# name -> value of enum llama_kv_scorer / _heads / _aggregation; another one is one line here
 SCORERS: Mapping[str, int] = MappingProxyType(
-    {"none": 0, "attention": 1, "recency": 2, "random": 3}
+    {
+        "none": 0,
+        "attention": 1,
+        "recency": 2,
+        "random": 3,
+        "value-norm": 4,
+        "entropy": 5,
+        "keydiff": 6,
+        "key-norm": 7,
+    }
 )
+HEADS: Mapping[str, int] = MappingProxyType({"mean": 0, "max": 1})
 AGGREGATIONS: Mapping[str, int] = MappingProxyType(
-    {"ema": 0, "coupled": 1, "sum": 2, "last": 3, "max": 4}
+    {"ema": 0, "coupled": 1, "sum": 2, "last": 3, "max": 4, "mean": 5}
 )
+
+QUERY_SCORERS = ("attention", "value-norm", "entropy")  # rank by what queries look at
+KEY_SCORERS = ("keydiff", "key-norm")  # rank by what cells hold
 
 PREFILLS = ("full", "bounded")
 
@@ -40,26 +53,41 @@ _COUNTS = {  # field -> least and most
 class KVPolicy:
     """How KV cells are ranked, and how many of them stay.
 
-    With a[l,t,c] the probability that query t puts on cell c in layer l, averaged over query
-    heads, a query's row over all L layers is m[t,c] = sum_l w_l a[l,t,c], with w_l proportional to
-    lambda^(L-1-l). The first ranking is max(m), or sum(m) under "sum", over the last `n_window`
+    With p the probability that a head of query t puts on cell c in layer l, and a[l,t,c] its mean
+    over query heads, a query's row over all L layers is m[t,c] = sum_l w_l a[l,t,c], with w_l
+    proportional to lambda^(L-1-l). The first ranking is max(m), or sum(m) under "sum", over the last `n_window`
     prompt queries and the first decode query, averaged over `n_pool` neighbouring positions. From
     then on every scored query updates it by `aggregation`. The lowest cells leave, in all layers at
     once.
 
     Attributes:
         scorer: What a cell is ranked by: "attention" (the above), "recency" (the oldest leaves
-            first; StreamingLLM, arXiv 2309.17453), "random" (a control arm), or "none" (nothing
-            ever leaves).
+            first; StreamingLLM, arXiv 2309.17453), "random" (a control arm), "none" (nothing ever
+            leaves), or another a[l,t,c].
+            "value-norm": p |v|, with the cell's value v.
+            "entropy": p weighted over heads by (1 - H)/H, H the entropy of p over the n cells that
+            the query sees, divided by log(n) and kept in [0.001, 0.999]; sinks of the model do not
+            count in H.
+            "keydiff": 1 - cos(k, k'), with the cell's key k (as cached, after RoPE) and the mean k'
+            of the normalised keys that the query sees (KeyDiff, arXiv 2504.15364).
+            "key-norm": 1/(1 + |k|), the order of -|k| in a layer.
+            The last two depend on the cells, not on the query: n_window has no use, the first
+            ranking is that of the first decode query ("bounded": and of each batch's last query),
+            and a new cell takes its first row whole, where under the others it grows from 0.
+        heads: How heads become one: "mean" or "max" over the query heads, of p, of p |v|, or
+            of weighted p over that of the weights. Over KV heads for "keydiff" and "key-norm".
         aggregation: How successive rows m become the score s.
             "ema": s <- beta s + (1 - beta) m (InertiaKV, arXiv 2609.03515).
             "coupled": one EMA update per layer, which is "ema" with beta^L and lambda = beta.
             "sum": s <- s + m (H2O, arXiv 2306.14048, over the window and the decode queries only).
             "last": s <- m (TOVA, arXiv 2401.06104). "max": s <- max(s, m).
+            "mean": the mean of the cell's rows so far, the first ranking counts as one.
         beta: Memory of the EMA, in [0, 1).
         lambda_: Tilt of the layer weights, in (0, 1]. 1 weighs all layers alike, less favours the
             late ones. None means 0.042^(1/L), which is 0.9 at 30 layers. Fixed by beta under
             "coupled".
+        layer_weights: The w_l themselves in place of lambda_, one per scored layer, first layer
+            first: not negative, not all 0. Their sum becomes 1.
         n_budget: Most cells a sequence holds while it decodes, once cut, the incoming included. A
             float in (0, 1) is a share of the prompt, but never less than what must stay and
             n_refresh. A multiple of 256 pays.
@@ -79,9 +107,11 @@ class KVPolicy:
     """
 
     scorer: str = "attention"
+    heads: str = "mean"
     aggregation: str = "ema"
     beta: float = 0.95
     lambda_: float | None = None
+    layer_weights: tuple[float, ...] | None = None
     n_budget: int | float = 1024
     n_sink: int = 4
     n_recent: int = 32
@@ -96,6 +126,7 @@ class KVPolicy:
     def __post_init__(self) -> None:
         """Check every field, and that the budget has room for what must stay."""
         _choice("scorer", self.scorer, SCORERS)
+        _choice("heads", self.heads, HEADS)
         _choice("aggregation", self.aggregation, AGGREGATIONS)
         self._set("beta", _real("beta", self.beta, "in [0, 1)", lambda x: 0 <= x < 1))
         if self.lambda_ is not None:
@@ -107,6 +138,9 @@ class KVPolicy:
                     "from beta; leave lambda_ out, or use aggregation='ema'"
                 )
                 raise PolicyError(msg)
+        if self.layer_weights is not None:
+            self._set("layer_weights", _weights(self.layer_weights))
+            self._check_weights()
         for name, bounds in _COUNTS.items():
             self._set(name, _count(name, getattr(self, name), *bounds))
         if self.n_pool % 2 == 0:
@@ -153,6 +187,20 @@ class KVPolicy:
             )
             raise PolicyError(msg)
 
+    def _check_weights(self) -> None:
+        reason = ""
+        if self.lambda_ is not None:
+            reason = f"lambda_={self.lambda_} weighs the layers, too; leave one of them out"
+        elif self.aggregation == "coupled":
+            reason = (
+                "aggregation='coupled' takes its layer weights from beta; use aggregation='ema'"
+            )
+        elif self.scorer not in QUERY_SCORERS + KEY_SCORERS:
+            reason = f"scorer={self.scorer!r} looks at no layer; leave layer_weights out"
+        if reason:
+            msg = f"KVPolicy(layer_weights={self.layer_weights}): {reason}"
+            raise PolicyError(msg)
+
     def _check_bounded(self) -> None:
         if self.prefill != "bounded":
             return
@@ -193,6 +241,19 @@ def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
     return float(value)
 
 
+def _weights(weights: Any) -> tuple[float, ...]:
+    allowed = "numbers, one per scored layer, not negative and not all 0"
+    try:
+        found = tuple(_real("layer_weights", w, allowed, lambda x: x >= 0) for w in weights)
+    except TypeError as error:
+        msg = f"KVPolicy(layer_weights={weights!r}): layer_weights must be {allowed}"
+        raise PolicyError(msg) from error
+    if not np.any(np.float32(found)):
+        msg = f"KVPolicy(layer_weights={weights!r}): layer_weights must be {allowed}"
+        raise PolicyError(msg)
+    return found
+
+
 def _ranges(protect: Any) -> tuple[tuple[int, int], ...]:
     try:
         ranges = tuple((_count("protect", p0, 0), _count("protect", p1, 0)) for p0, p1 in protect)
@@ -220,12 +281,18 @@ POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
         "streaming-llm": KVPolicy(scorer="recency"),
         "h2o": KVPolicy(aggregation="sum", lambda_=1.0),
         "tova": KVPolicy(aggregation="last", lambda_=1.0, n_window=0, n_pool=1),
+        "snapkv": KVPolicy(lambda_=1.0, n_window=32, frozen=True),
+        "value-norm": KVPolicy(scorer="value-norm"),
+        "entropy": KVPolicy(scorer="entropy"),
+        "keydiff": KVPolicy(scorer="keydiff"),
+        "key-norm": KVPolicy(scorer="key-norm"),
         "random": KVPolicy(scorer="random"),
     }
 )
 
 # what a table of policies shows; the rest is the same in all of them
-COLUMNS = tuple(f.name for f in fields(KVPolicy) if f.name not in {"prefill", "protect", "seed"})
+_SAME = {"heads", "layer_weights", "prefill", "protect", "seed"}
+COLUMNS = tuple(f.name for f in fields(KVPolicy) if f.name not in _SAME)
 
 
 def resolve_policy(

@@ -33,7 +33,10 @@ PROTOTYPES = {
     "ggml_new_graph": (c_void_p, [c_void_p]),
     "ggml_build_forward_expand": (None, [c_void_p, c_void_p]),
     "ggml_kv_attn": (c_void_p, [c_void_p] * 9 + [c_int, c_float, c_float, c_float, c_bool]),
-    "ggml_kv_mass": (c_void_p, [c_void_p] * 8 + [c_int, c_float, c_float, c_float, c_bool]),
+    "ggml_kv_mass": (
+        c_void_p,
+        [c_void_p] * 9 + [c_int, c_int, c_int, c_float, c_float, c_float, c_bool],
+    ),
     "ggml_kv_mass_take_time_us": (c_int64, [c_void_p]),
     "ggml_kv_move": (c_void_p, [c_void_p] * 3 + [c_int]),
     "ggml_backend_cpu_init": (c_void_p, []),

@@ -56,11 +56,41 @@ def kv_attn(q, k, v, mask, **params) -> np.ndarray:
     return np.concatenate(out)
 
 
-def kv_mass(rows, q, k, mask, row_idx, coef, *, assign=False, **params) -> np.ndarray:
+def cell_values(prob, k, v, kind="mass", heads="mean") -> np.ndarray:
+    """What one query says of the cells it sees, and of no others.
+
+    prob [n_head, n_seen], k and v [n_seen, n_head_kv, n_embd_head] -> [n_seen]
+    """
+    reduce = {"mean": np.mean, "max": np.max}[heads]
+    weights = np.ones(len(prob))
+    if kind == "value-norm":
+        norms = np.linalg.norm(v, axis=2).T
+        prob = prob * np.repeat(norms, len(prob) // len(norms), axis=0)
+    if kind == "entropy":
+        entropy = np.zeros(len(prob))
+        if prob.shape[1] > 1:
+            p = prob / prob.sum(axis=1, keepdims=True)
+            entropy = -np.sum(p * np.log(np.maximum(p, 1e-300)), axis=1) / np.log(p.shape[1])
+        entropy = np.clip(entropy, 0.001, 0.999)
+        weights = (1 - entropy) / entropy
+    if kind == "keydiff":
+        units = k / np.linalg.norm(k, axis=2, keepdims=True)
+        mean = units.mean(axis=0)
+        prob = 1 - np.einsum("che,he->hc", units, mean / np.linalg.norm(mean, axis=1)[:, None])
+        weights = np.ones(len(prob))
+    if kind == "key-norm":
+        prob = 1 / (1 + np.linalg.norm(k, axis=2).T)
+        weights = np.ones(len(prob))
+    return reduce(weights[:, None] * prob, axis=0) / reduce(weights)
+
+
+def kv_mass(
+    rows, q, k, mask, row_idx, coef, *, v=None, kind="mass", heads="mean", assign=False, **params
+) -> np.ndarray:
     """Rows after the op.
 
     rows [n_rows, n_cells], q [n_tokens, n_head, n_embd_head],
-    k [n_stream, n_kv, n_head_kv, n_embd_head], mask [n_stream, n_tokens/n_stream, n_kv],
+    k and v [n_stream, n_kv, n_head_kv, n_embd_head], mask [n_stream, n_tokens/n_stream, n_kv],
     row_idx [n_tokens], coef a number; params as in attention()
     """
     n_stream_tokens, n_kv = mask.shape[1:]
@@ -68,9 +98,14 @@ def kv_mass(rows, q, k, mask, row_idx, coef, *, assign=False, **params) -> np.nd
 
     for t in np.flatnonzero(row_idx >= 0):
         s, i = divmod(t, n_stream_tokens)
-        mass = attention(q[t : t + 1], k[s], mask[s, i : i + 1], **params).mean(axis=0)[0]
+        seen = mask[s, i] > -np.inf
+        values = np.zeros(n_kv)
+        if seen.any():
+            prob = attention(q[t : t + 1], k[s], mask[s, i : i + 1], **params)[:, 0, seen]
+            v_seen = None if v is None else v[s, seen]
+            values[seen] = cell_values(prob, k[s, seen], v_seen, kind, heads)
         row = rows[row_idx[t], :n_kv]
-        row[:] = (0 if assign else row) + coef * mass
+        row[:] = (0 if assign else row) + coef * values
     return rows
 
 

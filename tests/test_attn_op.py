@@ -89,37 +89,47 @@ class Case:
             "softcap": self.softcap,
         }
 
+    @property
+    def mem_size(self) -> int:
+        size = 2 * self.q.size + 3 * (self.k.size + self.v.size) + self.mask.size + self.rows.size
+        size += len(self.q) * self.n_head_kv * self.n_gqa * self.n_embd_v
+        return 4 * size + (4 << 20)
+
+    def operands(self, lib: Library, c: Context):
+        """q, k, v, mask and sinks as pointers, the tensor of the rows, coef and row_idx."""
+        # strided in both outer dims, as q cut out of a fused qkv
+        n_head = self.n_head_kv * self.n_gqa
+        fused = c.empty("f32", (len(self.q), n_head + 2, self.n_embd_k))
+        fused.array()[:, 1:-1] = self.q
+        q = fused.view(c, self.q.shape, start=1)
+
+        pad = [(0, 0), (0, 5), (0, 0), (0, 0)]
+        k = c.tensor(np.pad(self.k, pad), self.type_k).view(c, self.k.shape)
+        if self.v_trans:  # the cells of a channel are neighbours
+            channels = np.moveaxis(np.pad(self.v, pad), 1, 3)
+            cache = c.tensor(channels, self.type_v)
+            row = lib.row_bytes(self.type_v, channels.shape[3])
+            ne = (self.n_kv, self.n_head_kv, self.n_embd_v, self.n_stream)
+            nb = (row * self.n_embd_v, row, row * self.n_embd_v * self.n_head_kv)
+            v = lib.view_4d(c.ptr, cache.ptr, *ne, *nb, 0)
+        else:
+            v = c.tensor(np.pad(self.v, pad), self.type_v).view(c, self.v.shape).ptr
+
+        mask = c.tensor(self.mask[:, None], self.type_mask)
+        sinks = c.tensor(self.params["sinks"], "f32").ptr if self.sinks else None
+        rows = c.tensor(self.rows, "f32")
+        coef = c.tensor(np.array([5, 6, 0.3, 7]), "f32")
+        idx = c.tensor(self.row_idx, "i32")
+        return q.ptr, k.ptr, v, mask.ptr, sinks, rows, coef.ptr, idx.ptr
+
     def run(self, lib: Library, scored: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """The result, and the rows."""
         n_head = self.n_head_kv * self.n_gqa
-        size = 4 * (2 * self.q.size + 3 * (self.k.size + self.v.size) + self.mask.size)
-        size += 4 * (self.rows.size + len(self.q) * n_head * self.n_embd_v)
-        with Context(lib, size + (4 << 20)) as c:
-            # strided in both outer dims, as q cut out of a fused qkv
-            fused = c.empty("f32", (len(self.q), n_head + 2, self.n_embd_k))
-            fused.array()[:, 1:-1] = self.q
-            q = fused.view(c, self.q.shape, start=1)
-
-            pad = [(0, 0), (0, 5), (0, 0), (0, 0)]
-            k = c.tensor(np.pad(self.k, pad), self.type_k).view(c, self.k.shape)
-            if self.v_trans:  # the cells of a channel are neighbours
-                channels = np.moveaxis(np.pad(self.v, pad), 1, 3)
-                cache = c.tensor(channels, self.type_v)
-                row = lib.row_bytes(self.type_v, channels.shape[3])
-                ne = (self.n_kv, self.n_head_kv, self.n_embd_v, self.n_stream)
-                nb = (row * self.n_embd_v, row, row * self.n_embd_v * self.n_head_kv)
-                v = lib.view_4d(c.ptr, cache.ptr, *ne, *nb, 0)
-            else:
-                v = c.tensor(np.pad(self.v, pad), self.type_v).view(c, self.v.shape).ptr
-
-            mask = c.tensor(self.mask[:, None], self.type_mask)
-            sinks = c.tensor(self.params["sinks"], "f32").ptr if self.sinks else None
-            rows = c.tensor(self.rows, "f32")
-            coef = c.tensor(np.array([5, 6, 0.3, 7]), "f32")
-            idx = c.tensor(self.row_idx, "i32")
-            scoring = (rows.ptr, coef.ptr, idx.ptr) if scored else (None, None, None)
+        with Context(lib, self.mem_size) as c:
+            q, k, v, mask, sinks, rows, coef, idx = self.operands(lib, c)
+            scoring = (rows.ptr, coef, idx) if scored else (None, None, None)
             op = lib.kv_attn(
-                c.ptr, q.ptr, k.ptr, v, mask.ptr, sinks, *scoring,
+                c.ptr, q, k, v, mask, sinks, *scoring,
                 IL, self.params["scale"], self.max_bias, self.softcap, self.assign,
             )  # fmt: skip
             c.compute(op, self.n_threads, self.use_ref)

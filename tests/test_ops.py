@@ -88,8 +88,8 @@ class Case:
             coef = c.tensor(np.array([5, 6, self.coef, 7]), "f32")
             idx = c.tensor(self.row_idx, "i32")
             op = lib.kv_mass(
-                c.ptr, out.ptr, q.ptr, k.ptr, mask.ptr, sinks, coef.ptr, idx.ptr,
-                IL, self.scale, self.max_bias, self.softcap, self.assign,
+                c.ptr, out.ptr, q.ptr, k.ptr, None, mask.ptr, sinks, coef.ptr, idx.ptr,
+                0, 0, IL, self.scale, self.max_bias, self.softcap, self.assign,
             )  # fmt: skip
             assert lib.kv_mass_take_time_us(op) < 0
             c.compute(op, self.n_threads, self.use_ref)

@@ -68,7 +68,8 @@ def parse_policy(text: str) -> KVPolicy:
         )
         raise EvalError(msg)
     policy = POLICIES[name]
-    known = {f.name: f for f in fields(KVPolicy) if f.name not in {"protect", "n_budget"}}
+    lists = {"protect", "layer_weights"}
+    known = {f.name: f for f in fields(KVPolicy) if f.name not in lists | {"n_budget"}}
     for change in changes:
         field, equals, value = change.partition("=")
         if change in {"full", "bounded"}:

@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 // bump on any change of a struct or of the meaning of a call below
-#define LLAMA_KV_EVICT_ABI_VERSION 2
+#define LLAMA_KV_EVICT_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,24 +22,36 @@ extern "C" {
 
     // what a cell is ranked by
     enum llama_kv_scorer {
-        LLAMA_KV_SCORER_NONE      = 0, // nothing is scored, nothing is evicted (the full cache)
-        LLAMA_KV_SCORER_ATTENTION = 1, // attention mass, averaged over query heads, summed over layers with weights
-        LLAMA_KV_SCORER_RECENCY   = 2, // position: the oldest leaves first (StreamingLLM)
-        LLAMA_KV_SCORER_RANDOM    = 3, // a seeded hash of the position (control arm)
+        LLAMA_KV_SCORER_NONE       = 0, // nothing is scored, nothing is evicted (the full cache)
+        LLAMA_KV_SCORER_ATTENTION  = 1, // attention mass
+        LLAMA_KV_SCORER_RECENCY    = 2, // position: the oldest leaves first (StreamingLLM)
+        LLAMA_KV_SCORER_RANDOM     = 3, // a seeded hash of the position (control arm)
+        LLAMA_KV_SCORER_VALUE_NORM = 4, // attention mass times the norm of the value
+        LLAMA_KV_SCORER_ENTROPY    = 5, // attention mass, peaked heads count more
+        LLAMA_KV_SCORER_KEYDIFF    = 6, // 1 - cosine of the key and the mean direction of the keys
+        LLAMA_KV_SCORER_KEY_NORM   = 7, // 1/(1 + norm of the key)
     };
 
-    // how the masses m of successive queries become a score s
+    // how the values of heads become one (query heads, or KV heads for the scorers of keys); layers are summed with weights
+    enum llama_kv_heads {
+        LLAMA_KV_HEADS_MEAN = 0,
+        LLAMA_KV_HEADS_MAX  = 1,
+    };
+
+    // how the rows m of successive queries become a score s
     enum llama_kv_aggregation {
         LLAMA_KV_AGGREGATION_EMA     = 0, // s <- beta s + (1 - beta) m
         LLAMA_KV_AGGREGATION_COUPLED = 1, // one EMA update per layer: EMA with beta^L and lambda = beta
         LLAMA_KV_AGGREGATION_SUM     = 2, // s <- s + m
         LLAMA_KV_AGGREGATION_LAST    = 3, // s <- m
         LLAMA_KV_AGGREGATION_MAX     = 4, // s <- max(s, m)
+        LLAMA_KV_AGGREGATION_MEAN    = 5, // s <- s + (m - s)/n, n = rows so far, the first ranking counts as one
     };
 
     struct llama_kv_evict_params {
         enum llama_kv_scorer      scorer;
         enum llama_kv_aggregation aggregation;
+        enum llama_kv_heads       heads;
 
         float    beta;         // memory of the EMA, in [0, 1)
         float    lambda;       // layer weights w_l ~ lambda^(L-1-l), in (0, 1]; 0 = 0.042^(1/L)
@@ -100,6 +112,13 @@ extern "C" {
             struct llama_kv_evict_params params,
             char * err,
             size_t n_err);
+
+    // The number of layers whose cells are scored, -1 without an engine.
+    LLAMA_API int32_t llama_kv_evict_n_layer(struct llama_context * ctx);
+
+    // Weigh the scored layers by w[0 .. n-1], first layer first, in place of lambda. Their sum becomes 1.
+    // Returns false unless there is one weight per scored layer, all finite, none negative and some above 0.
+    LLAMA_API bool llama_kv_evict_set_layer_weights(struct llama_context * ctx, const float * w, int32_t n);
 
     // Never evict positions [p0, p1) of any sequence.
     // Returns false when there is no engine, the range is empty or the budget has no room for it.

@@ -22,11 +22,14 @@
 //
 
 static std::string check_params(const llama_kv_evict_params & p) {
-    if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_RANDOM) {
+    if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_KEY_NORM) {
         return format("scorer = %d is not known", (int) p.scorer);
     }
-    if (p.aggregation < LLAMA_KV_AGGREGATION_EMA || p.aggregation > LLAMA_KV_AGGREGATION_MAX) {
+    if (p.aggregation < LLAMA_KV_AGGREGATION_EMA || p.aggregation > LLAMA_KV_AGGREGATION_MEAN) {
         return format("aggregation = %d is not known", (int) p.aggregation);
+    }
+    if (p.heads < LLAMA_KV_HEADS_MEAN || p.heads > LLAMA_KV_HEADS_MAX) {
+        return format("heads = %d is not known", (int) p.heads);
     }
     // written so that NaN fails
     if (!(p.beta >= 0.0f && p.beta < 1.0f)) {
@@ -124,7 +127,7 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
             return format("the device of layer %u (%s) cannot move cells", layer.il, ggml_backend_buft_name(buft));
         }
 
-        if (params.scorer == LLAMA_KV_SCORER_ATTENTION) {
+        if (scores_layers(params)) {
             const uint32_t n_embd_head = kv.hparams.n_embd_head_k(layer.il);
             const uint32_t n_head_kv   = kv.hparams.n_head_kv(layer.il);
 
@@ -136,7 +139,12 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
 
             k = ggml_view_4d(ctx, k, n_embd_head, n_head_kv, k->ne[1], 1, ggml_row_size(k->type, n_embd_head), k->nb[1], k->nb[2], 0);
 
-            if (!ggml_backend_dev_supports_op(dev, ggml_kv_mass(ctx, rows, q, k, mask, nullptr, coef, idx, 0, 1.0f, 0.0f, 0.0f, true))) {
+            llama_kv_cache::slot_info sinfo;
+            sinfo.s0 = sinfo.s1 = 0;
+            v = kind(params) == GGML_KV_KIND_VALUE_NORM ? kv.get_v(ctx, layer.il, kv.get_size(), sinfo) : nullptr;
+
+            auto * op = ggml_kv_mass(ctx, rows, q, k, v, mask, nullptr, coef, idx, kind(params), heads(params), 0, 1.0f, 0.0f, 0.0f, true);
+            if (!ggml_backend_dev_supports_op(dev, op)) {
                 return format("the device of layer %u (%s) cannot score cells", layer.il, ggml_backend_buft_name(buft));
             }
         }
@@ -232,7 +240,7 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     }
 
     for (const auto & layer : kv->layers) {
-        if (msg.empty() && evict->scores_attention() && layer.il < kv->hparams.n_layer() && !evict->hooked[layer.il]) {
+        if (msg.empty() && evict->scores_layers() && layer.il < kv->hparams.n_layer() && !evict->hooked[layer.il]) {
             msg = format("layer %u of architecture '%s' computes its attention in a way that cannot be scored",
                     layer.il, llm_arch_name(ctx.get_model().arch));
         }
@@ -264,6 +272,7 @@ llama_kv_evict_params llama_kv_evict_default_params(void) {
     return {
         /*.scorer       =*/ LLAMA_KV_SCORER_ATTENTION,
         /*.aggregation  =*/ LLAMA_KV_AGGREGATION_EMA,
+        /*.heads        =*/ LLAMA_KV_HEADS_MEAN,
         /*.beta         =*/ 0.95f,
         /*.lambda       =*/ 0.0f,
         /*.n_budget     =*/ 1024,
@@ -315,6 +324,18 @@ bool llama_kv_evict_attach(llama_context * ctx, llama_kv_evict_params params, ch
     }
 
     return msg.empty();
+}
+
+int32_t llama_kv_evict_n_layer(llama_context * ctx) {
+    auto * evict = get_engine(ctx);
+
+    return evict ? evict->n_layer() : -1;
+}
+
+bool llama_kv_evict_set_layer_weights(llama_context * ctx, const float * w, int32_t n) {
+    auto * evict = get_engine(ctx);
+
+    return evict && w && evict->set_layer_weights(w, n);
 }
 
 bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {

@@ -39,7 +39,7 @@ public:
         return fused == evict->fuses_attention() && (!row_idx || row_idx->ne[0] == params.ubatch.n_tokens);
     }
 
-    // NULL if attention is not scored
+    // NULL if layers are not scored
     ggml_tensor * coef    = nullptr; // F32 [n_layer]
     ggml_tensor * row_idx = nullptr; // I32 [n_tokens]
 
@@ -69,7 +69,7 @@ static llm_graph_input_kv_evict * get_input(const llm_graph_context & graph, con
 
     auto inp = std::make_unique<llm_graph_input_kv_evict>(evict);
 
-    if (evict->scores_attention()) {
+    if (evict->scores_layers()) {
         inp->coef    = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_F32, evict->coef.size());
         inp->row_idx = ggml_new_tensor_1d(graph.ctx0, GGML_TYPE_I32, graph.n_tokens);
         ggml_set_input(inp->coef);
@@ -136,7 +136,7 @@ ggml_tensor * build_kv_attn(
 
     ggml_tensor *  rows = nullptr;
     ggml_tensor ** last = nullptr;
-    if (evict->scores_attention()) {
+    if (evict->scores_layers()) {
         const size_t i = get_device(*evict, k);
 
         rows = evict->devices[i].rows;
@@ -166,13 +166,14 @@ void build_kv_mass(
         const llama_kv_cache_context * mctx,
         ggml_tensor * q,
         ggml_tensor * k,
+        ggml_tensor * v,
         ggml_tensor * kq_mask,
         ggml_tensor * sinks,
         float         kq_scale,
         int           il) {
     const auto & evict = mctx->get_evict();
 
-    if (!evict || !evict->scores_attention() || graph.cparams.training) {
+    if (!evict || !evict->scores_layers() || graph.cparams.training) {
         return;
     }
 
@@ -186,8 +187,12 @@ void build_kv_mass(
 
     const auto & hparams = graph.hparams;
 
-    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : evict->devices[i].rows, q, k, kq_mask, sinks, inp->coef, inp->row_idx, il,
-            kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last == nullptr);
+    if (evict->kind() != GGML_KV_KIND_VALUE_NORM) {
+        v = nullptr;
+    }
+
+    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : evict->devices[i].rows, q, k, v, kq_mask, sinks, inp->coef, inp->row_idx,
+            evict->kind(), evict->heads(), il, kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last == nullptr);
     graph.cb(cur, "kv_mass", il);
 
     ggml_build_forward_expand(graph.gf, cur);

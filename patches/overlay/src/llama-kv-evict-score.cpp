@@ -7,14 +7,42 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
-bool llama_kv_evict::scores_attention() const {
-    return params.scorer == LLAMA_KV_SCORER_ATTENTION;
+bool llama_kv_evict::scores_layers(const llama_kv_evict_params & params) {
+    switch (params.scorer) {
+        case LLAMA_KV_SCORER_NONE:
+        case LLAMA_KV_SCORER_RECENCY:
+        case LLAMA_KV_SCORER_RANDOM: return false;
+        default:                     return true;
+    }
+}
+
+bool llama_kv_evict::scores_keys() const {
+    return params.scorer == LLAMA_KV_SCORER_KEYDIFF || params.scorer == LLAMA_KV_SCORER_KEY_NORM;
+}
+
+ggml_kv_kind llama_kv_evict::kind(const llama_kv_evict_params & params) {
+    switch (params.scorer) {
+        case LLAMA_KV_SCORER_VALUE_NORM: return GGML_KV_KIND_VALUE_NORM;
+        case LLAMA_KV_SCORER_ENTROPY:    return GGML_KV_KIND_ENTROPY;
+        case LLAMA_KV_SCORER_KEYDIFF:    return GGML_KV_KIND_KEYDIFF;
+        case LLAMA_KV_SCORER_KEY_NORM:   return GGML_KV_KIND_KEY_NORM;
+        default:                         return GGML_KV_KIND_MASS;
+    }
+}
+
+ggml_kv_heads llama_kv_evict::heads(const llama_kv_evict_params & params) {
+    return params.heads == LLAMA_KV_HEADS_MAX ? GGML_KV_HEADS_MAX : GGML_KV_HEADS_MEAN;
+}
+
+int32_t llama_kv_evict::n_layer() const {
+    return std::count(hooked.begin(), hooked.end(), true);
 }
 
 // w_l ~ lambda^(L-1-l), sum 1, over the L scored layers
 void llama_kv_evict::set_coef() {
-    const int n_scored = std::count(hooked.begin(), hooked.end(), true);
+    const int n_scored = n_layer();
 
     double lambda = params.lambda;
     if (params.aggregation == LLAMA_KV_AGGREGATION_COUPLED) {
@@ -31,6 +59,25 @@ void llama_kv_evict::set_coef() {
     for (size_t il = 0, l = 0; il < coef.size(); ++il) {
         coef[il] = hooked[il] ? std::pow(lambda, n_scored - 1 - (int) l++)/sum : 0.0;
     }
+}
+
+// in place of the above
+bool llama_kv_evict::set_layer_weights(const float * w, int32_t n) {
+    const auto is_weight = [](float x) { return std::isfinite(x) && x >= 0.0f; };
+    if (n != n_layer() || !std::all_of(w, w + n, is_weight)) {
+        return false;
+    }
+
+    const double sum = std::accumulate(w, w + n, 0.0);
+    if (sum <= 0.0) {
+        return false;
+    }
+
+    for (size_t il = 0, l = 0; il < coef.size(); ++il) {
+        coef[il] = hooked[il] ? w[l++]/sum : 0.0;
+    }
+
+    return true;
 }
 
 //
@@ -155,6 +202,7 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
     std::vector<float> mass(n);
     std::vector<float> part(n);
     std::vector<float> first;
+    std::vector<bool>  saw(n);
 
     for (const auto & query : seq.queries) {
         const auto is_query = [&query](const cell_state & cell) { return cell.pos == query.pos; };
@@ -179,7 +227,8 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 
         // columns that the query did not see hold old values
         for (uint32_t i = 0; i < n; ++i) {
-            if (!seen[i] || seq.cells[i].pos > query.pos || !(mass[i] > 0.0f)) {
+            saw[i] = seen[i] && seq.cells[i].pos <= query.pos;
+            if (!saw[i] || !(mass[i] > 0.0f)) {
                 mass[i] = 0.0f;
             }
         }
@@ -193,18 +242,18 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
                     if (seq.n_probe == 0) {
                         seq.window.push_back({ (uint32_t) (it - seq.cells.begin()), mass });
                     }
-                    if (seq.window.size() > params.n_window) {
+                    if (seq.window.size() > n_window) {
                         seq.window.pop_front();
                     }
                 } break;
             case PHASE_FIRST:
                 {
-                    rank(s, mass);
+                    rank(s, mass, saw);
                     stats.n_refreshes++;
                 } break;
             case PHASE_DECODE:
                 {
-                    add_mass(s, mass);
+                    add_mass(s, mass, saw);
                     stats.n_refreshes++;
                 } break;
         }
@@ -226,7 +275,7 @@ void llama_kv_evict::join(std::vector<float> & dst, const std::vector<float> & m
 }
 
 // the first ranking: window and first decode query
-void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass) {
+void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw) {
     auto & seq = seqs[s];
 
     std::vector<float> first = mass;
@@ -243,6 +292,10 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass) {
         for (uint32_t i = 0; i < seq.n_cells; ++i) {
             seq.cells[i].score = std::max(seq.cells[i].score, seq.cells[i].interim);
         }
+    }
+
+    for (size_t i = 0; i < saw.size(); ++i) {
+        seq.cells[i].n_rows = saw[i];
     }
 }
 
@@ -269,16 +322,23 @@ void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos
     }
 }
 
-void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass) {
+void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw) {
     auto & seq = seqs[s];
 
     float beta = params.beta;
     if (params.aggregation == LLAMA_KV_AGGREGATION_COUPLED) {
-        beta = std::pow((double) params.beta, std::count(hooked.begin(), hooked.end(), true));
+        beta = std::pow((double) params.beta, n_layer());
     }
 
     for (size_t i = 0; i < mass.size(); ++i) {
-        float & score = seq.cells[i].score;
+        float    & score = seq.cells[i].score;
+        uint32_t & n     = seq.cells[i].n_rows;
+
+        n += saw[i];
+        if (n <= 1 && scores_keys()) {
+            score = mass[i]; // what a key says is said at once
+            continue;
+        }
 
         switch (params.aggregation) {
             case LLAMA_KV_AGGREGATION_EMA:
@@ -286,6 +346,7 @@ void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass) {
             case LLAMA_KV_AGGREGATION_SUM:     score = score + mass[i];                    break;
             case LLAMA_KV_AGGREGATION_LAST:    score = mass[i];                            break;
             case LLAMA_KV_AGGREGATION_MAX:     score = std::max(score, mass[i]);           break;
+            case LLAMA_KV_AGGREGATION_MEAN:    score += saw[i] ? (mass[i] - score)/n : 0;  break;
         }
     }
 }
@@ -303,8 +364,7 @@ float llama_kv_evict::score_init(llama_pos pos) const {
                 x = (x ^ (x >> 27))*0x94d049bb133111ebull;
                 return ((x ^ (x >> 31)) >> 40)*0x1p-24f;
             }
-        case LLAMA_KV_SCORER_NONE:
-        case LLAMA_KV_SCORER_ATTENTION:
+        default:
             break;
     }
 

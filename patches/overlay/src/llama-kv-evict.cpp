@@ -20,7 +20,8 @@ static constexpr size_t n_release = 16;
 static constexpr uint32_t n_budget_open = std::numeric_limits<int32_t>::max();
 
 llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params & params) :
-        kv(kv), params(params), n_recent(std::max(1u, params.n_recent)), n_rows(std::max(1u, params.n_window)) {
+        kv(kv), params(params), n_recent(std::max(1u, params.n_recent)),
+        n_window(scores_keys() ? 0 : params.n_window), n_rows(std::max(1u, n_window)) {
     hooked.resize(kv.hparams.n_layer_all, false);
     coef  .resize(kv.hparams.n_layer_all, 0.0f);
 
@@ -30,7 +31,7 @@ llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params 
         seq.n_budget = params.budget_share > 0.0f ? n_budget_open : std::min(params.n_budget, kv.get_size());
     }
 
-    if (scores_attention()) {
+    if (scores_layers()) {
         alloc_rows();
     }
 }
@@ -42,6 +43,9 @@ bool llama_kv_evict::evicts() const {
 bool llama_kv_evict::fuses_attention() const {
     if (!evicts() || !params.compact) {
         return false;
+    }
+    if (scores_layers() && (kind() != GGML_KV_KIND_MASS || heads() != GGML_KV_HEADS_MEAN)) {
+        return false; // the op does not know how
     }
 
     for (uint32_t s = 0; s < seqs.size(); ++s) {
@@ -142,7 +146,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         // the prompt's last n_window tokens are scored; they may stand in several batches
         // bounded: those of every batch, the next one may need room
         const size_t n_left = seq.n_prompt > 0 && !params.bounded ? seq.n_prompt : n_new;
-        const size_t n_last = params.bounded ? n_rows : params.n_window;
+        const size_t n_last = params.bounded ? n_rows : n_window;
         score(s, pos, n_left - std::min(n_left, n_last), std::min<size_t>(n_left, n_new));
     } else if (seq.phase_cur == PHASE_PROMPT) {
         seq.phase_cur  = PHASE_FIRST;
@@ -191,7 +195,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
 
 // tokens [i0, i1) of the sequence's batch get a row each
 void llama_kv_evict::score(uint32_t s, const std::vector<llama_pos> & pos, size_t i0, size_t i1) {
-    if (!scores_attention()) {
+    if (!scores_layers()) {
         return;
     }
 

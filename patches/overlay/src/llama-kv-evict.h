@@ -17,8 +17,12 @@
 //   first     s = pool(max over the last n_window prompt queries and the first decode query of m[t,c]); sum: their sum
 //   then      s <- beta s + (1 - beta) m                           or another rule of llama_kv_aggregation
 //
+// Other scorers have other rows, see ggml_kv_mass. Those of keys ask what a cell holds, not a query: the first decode query
+// alone makes the first ranking (bounded: and the last one of each batch), and a cell that enters later takes its first
+// row whole under every time rule, where attention lets it grow from 0.
+//
 // The rows are made inside the graph (llama-kv-evict-graph.h), by ggml_kv_mass beside llama.cpp's attention and by
-// ggml_kv_attn in place of it once a sequence was cut, and read back before the next batch;
+// ggml_kv_attn, which knows only the row above, in place of it once a sequence was cut, and read back before the next batch;
 // everything else happens on the host: scores in llama-kv-evict-score.cpp, the rest in llama-kv-evict.cpp.
 //
 // The life of a sequence:
@@ -43,6 +47,7 @@
 #include "../include/llama-kv-evict.h"
 
 #include "ggml-cpp.h"
+#include "ggml-kv-evict.h"
 
 #include <deque>
 #include <string>
@@ -83,7 +88,15 @@ struct llama_kv_evict {
     };
 
     bool evicts() const; // by itself
-    bool scores_attention() const;
+
+    // what a cell is ranked by comes out of the graph: these tell the op what to take of it
+    bool          scores_layers() const { return scores_layers(params); }
+    ggml_kv_kind  kind()          const { return kind         (params); }
+    ggml_kv_heads heads()         const { return heads        (params); }
+
+    static bool          scores_layers(const llama_kv_evict_params & params);
+    static ggml_kv_kind  kind         (const llama_kv_evict_params & params);
+    static ggml_kv_heads heads        (const llama_kv_evict_params & params);
 
     // a sequence with evicted cells: attention and its mass are one op, whose sums have another order than llama.cpp's
     bool fuses_attention() const;
@@ -107,6 +120,10 @@ struct llama_kv_evict {
 
     // attach an engine to the context; returns a message, empty on success
     static std::string attach(llama_context & ctx, llama_kv_evict_params params);
+
+    int32_t n_layer() const; // scored ones
+
+    bool set_layer_weights(const float * w, int32_t n);
 
     bool protect(llama_pos p0, llama_pos p1);
 
@@ -141,9 +158,10 @@ private:
         llama_pos   pos = -1;
         llama_token tok = LLAMA_TOKEN_NULL;
 
-        float score     = 0.0f;
-        float interim   = 0.0f;  // bounded prefill: what the batches of the prompt so far put on it
-        bool  generated = false; // entered by a decode step since the last prompt
+        float    score     = 0.0f;
+        float    interim   = 0.0f;  // bounded prefill: what the batches of the prompt so far put on it
+        uint32_t n_rows    = 0;     // in the score; the first ranking counts as one
+        bool     generated = false; // entered by a decode step since the last prompt
     };
 
     // the mass that one prompt query puts on the cells
@@ -191,8 +209,8 @@ private:
     std::vector<bool> scan(uint32_t s);
 
     void take_rows(uint32_t s, const std::vector<bool> & seen);
-    void rank     (uint32_t s, const std::vector<float> & mass);
-    void add_mass (uint32_t s, const std::vector<float> & mass);
+    void rank     (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
+    void add_mass (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
 
     void join(std::vector<float> & dst, const std::vector<float> & mass) const;
     void pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst);
@@ -204,6 +222,8 @@ private:
     void remove   (uint32_t s, const std::vector<uint32_t> & idxs);
     void moved    (uint32_t s, const llama_kv_cells & meta);
 
+    bool scores_keys() const;
+
     bool  is_protected(llama_pos pos) const;
     float score_init  (llama_pos pos) const;
 
@@ -214,6 +234,7 @@ private:
     const llama_kv_evict_params params;
 
     const uint32_t n_recent; // at least 1: decode continues at the newest position
+    const uint32_t n_window; // none if keys are scored: one query tells all
     const uint32_t n_rows;   // rows per stream
 
     std::vector<seq_state> seqs; // [n_stream], a sequence has its own stream

@@ -87,7 +87,8 @@ struct test_kv_mass : public test_case {
     ggml_tensor * build_graph(ggml_context * ctx) override {
         const operands a = build_operands(ctx);
 
-        ggml_tensor * out = ggml_kv_mass(ctx, a.rows, a.q, a.k, a.m, a.s, a.coef, a.idx, 1, 1.0f/sqrtf(hs), max_bias, softcap, assign);
+        ggml_tensor * out = ggml_kv_mass(ctx, a.rows, a.q, a.k, nullptr, a.m, a.s, a.coef, a.idx,
+                GGML_KV_KIND_MASS, GGML_KV_HEADS_MEAN, 1, 1.0f/sqrtf(hs), max_bias, softcap, assign);
         ggml_set_name(out, "out");
 
         return out;

@@ -16,8 +16,25 @@ extern "C" {
         GGML_KV_ATTN_SCALE    = 2, // f32
         GGML_KV_ATTN_MAX_BIAS = 3, // f32
         GGML_KV_ATTN_SOFTCAP  = 4, // f32
-        GGML_KV_ATTN_V_TRANS  = 5, // i32, ggml_kv_attn only
+        GGML_KV_ATTN_V_TRANS  = 5, // i32
+        GGML_KV_ATTN_KIND     = 6, // i32, ggml_kv_mass only
+        GGML_KV_ATTN_HEADS    = 7, // i32, ggml_kv_mass only
         GGML_KV_ATTN_TIME     = 8, // i64, ggml_kv_mass only: microseconds, written by the CPU op
+    };
+
+    // what ggml_kv_mass takes of a cell and a head
+    enum ggml_kv_kind {
+        GGML_KV_KIND_MASS       = 0,
+        GGML_KV_KIND_VALUE_NORM = 1,
+        GGML_KV_KIND_ENTROPY    = 2,
+        GGML_KV_KIND_KEYDIFF    = 3,
+        GGML_KV_KIND_KEY_NORM   = 4,
+    };
+
+    // how it becomes one number per cell
+    enum ggml_kv_heads {
+        GGML_KV_HEADS_MEAN = 0,
+        GGML_KV_HEADS_MAX  = 1,
     };
 
     // Attention as ggml_flash_attn_ext computes it, for the shapes that a KV cache has:
@@ -57,36 +74,50 @@ extern "C" {
             float                 logit_softcap,
             bool                  assign);
 
-    // Adds the attention mass of selected queries to rows, in place:
+    // Adds what selected queries say about the cells they see to rows, in place:
     //
-    //   rows[row_idx[t]][c] += coef[il] * mean over heads h of softmax_c(q[t,h] . k[c,h/gqa])
+    //   rows[row_idx[t]][c] += coef[il] * mean or max over heads of f
+    //
+    //   kind         f, of query head h, with p[h] = softmax_c(q[t,h] . k[c,h/gqa])
+    //   mass         p[h]
+    //   value norm   p[h] |v[c,h/gqa]|
+    //   entropy      p[h] g[h] / (mean or max over heads of g), g[h] = (1 - H)/H, H the entropy of p[h] over the n cells that
+    //                t sees, sinks left out, divided by log(n) and kept in [0.001, 0.999]; n = 1: 0.001
+    //
+    //                f, of KV head h: of the query only its mask counts
+    //   keydiff      1 - cos(k[c,h], mean over the cells that t sees of k[.,h]/|k[.,h]|); the cosine with 0 is 0
+    //   key norm     1/(1 + |k[c,h]|): the order of -|k[c,h]|, but positive
     //
     // with scale, softcap, ALiBi slope and attention sinks as in ggml_flash_attn_ext. The first layer assigns.
     // Cells at and above n_kv keep their values. A query with row_idx < 0 is not scored; if none is, the op does nothing.
+    // f is never negative, and 0 for a cell that is not seen, whatever K and V hold there.
     //
     //   rows     F32      [n_cells >= n_kv, n_rows]
     //   q        F32      [n_embd_head, n_head, n_tokens]               contiguous in dim 0
     //   k        F32 F16 BF16 or quantised
     //                     [n_embd_head, n_head_kv, n_kv, n_stream]      n_head a multiple of n_head_kv
-    //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]        -inf: not seen, mass 0
+    //   v        as in ggml_kv_attn, or NULL                           value norm only
+    //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]        -inf: not seen
     //   sinks    F32      [n_head] or NULL
     //   coef     F32      [n_layer]                                     il < n_layer
     //   row_idx  I32      [n_tokens]                                    < n_rows, no row twice
     //
     //   result   rows (a view)
     //
-    // Queries are ordered by stream: query t belongs to stream t/(n_tokens/n_stream). A query that sees no cell has mass 0.
+    // Queries are ordered by stream: query t belongs to stream t/(n_tokens/n_stream).
     // q may be rounded to the type that attention's dot product with k takes, so that both see the same logits.
-    // src[7] and up are free for per-cell weights of other scorers.
     GGML_API struct ggml_tensor * ggml_kv_mass(
             struct ggml_context * ctx,
             struct ggml_tensor  * rows,
             struct ggml_tensor  * q,
             struct ggml_tensor  * k,
+            struct ggml_tensor  * v,
             struct ggml_tensor  * mask,
             struct ggml_tensor  * sinks,
             struct ggml_tensor  * coef,
             struct ggml_tensor  * row_idx,
+            enum ggml_kv_kind     kind,
+            enum ggml_kv_heads    heads,
             int                   il,
             float                 scale,
             float                 max_bias,

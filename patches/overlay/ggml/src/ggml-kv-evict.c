@@ -37,6 +37,21 @@ static void assert_attention(
     }
 }
 
+static bool is_v_trans(const struct ggml_tensor * v) {
+    return v->nb[1] > v->nb[2];
+}
+
+static void assert_v(const struct ggml_tensor * v, const struct ggml_tensor * k) {
+    const bool v_trans = is_v_trans(v);
+
+    GGML_ASSERT(v->type == GGML_TYPE_F32 || v->type == GGML_TYPE_F16 || v->type == GGML_TYPE_BF16 || ggml_is_quantized(v->type));
+    GGML_ASSERT(v->ne[1] == k->ne[1]);
+    GGML_ASSERT(v->ne[v_trans ? 0 : 2] == k->ne[2]);
+    GGML_ASSERT(v->ne[3] == k->ne[3]);
+    GGML_ASSERT(ggml_is_contiguous_rows(v));
+    GGML_ASSERT(!v_trans || ggml_blck_size(v->type) == 1);
+}
+
 static void assert_rows(
         const struct ggml_tensor * rows,
         const struct ggml_tensor * coef,
@@ -89,18 +104,12 @@ struct ggml_tensor * ggml_kv_attn(
         float                 max_bias,
         float                 logit_softcap,
         bool                  assign) {
-    const bool v_trans = v->nb[1] > v->nb[2];
+    const bool v_trans = is_v_trans(v);
 
     const int64_t n_embd_v = v->ne[v_trans ? 2 : 0];
 
     assert_attention(q, k, mask, sinks);
-
-    GGML_ASSERT(v->type == GGML_TYPE_F32 || v->type == GGML_TYPE_F16 || v->type == GGML_TYPE_BF16 || ggml_is_quantized(v->type));
-    GGML_ASSERT(v->ne[1] == k->ne[1]);
-    GGML_ASSERT(v->ne[v_trans ? 0 : 2] == k->ne[2]);
-    GGML_ASSERT(v->ne[3] == k->ne[3]);
-    GGML_ASSERT(ggml_is_contiguous_rows(v));
-    GGML_ASSERT(!v_trans || ggml_blck_size(v->type) == 1);
+    assert_v(v, k);
 
     GGML_ASSERT(!rows == !coef && !rows == !row_idx);
     if (rows) {
@@ -133,10 +142,13 @@ struct ggml_tensor * ggml_kv_mass(
         struct ggml_tensor  * rows,
         struct ggml_tensor  * q,
         struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
         struct ggml_tensor  * mask,
         struct ggml_tensor  * sinks,
         struct ggml_tensor  * coef,
         struct ggml_tensor  * row_idx,
+        enum ggml_kv_kind     kind,
+        enum ggml_kv_heads    heads,
         int                   il,
         float                 scale,
         float                 max_bias,
@@ -145,14 +157,22 @@ struct ggml_tensor * ggml_kv_mass(
     assert_attention(q, k, mask, sinks);
     assert_rows(rows, coef, row_idx, il, k->ne[2], q->ne[2]);
 
+    GGML_ASSERT((kind == GGML_KV_KIND_VALUE_NORM) == (v != NULL));
+    if (v) {
+        assert_v(v, k);
+    }
+
     struct ggml_tensor * result = ggml_view_tensor(ctx, rows);
 
     set_params(result, il, assign, scale, max_bias, logit_softcap);
+    ggml_set_op_params_i32(result, GGML_KV_ATTN_V_TRANS, v && is_v_trans(v));
+    ggml_set_op_params_i32(result, GGML_KV_ATTN_KIND,    kind);
+    ggml_set_op_params_i32(result, GGML_KV_ATTN_HEADS,   heads);
 
     const int64_t t_never = -1;
     memcpy(result->op_params + GGML_KV_ATTN_TIME, &t_never, sizeof(t_never));
 
-    // sinks last: some loops over sources stop at the first NULL
+    // what may be NULL last: some loops over sources stop there
     result->op     = GGML_OP_KV_MASS;
     result->src[0] = rows;
     result->src[1] = q;
@@ -161,6 +181,7 @@ struct ggml_tensor * ggml_kv_mass(
     result->src[4] = coef;
     result->src[5] = row_idx;
     result->src[6] = sinks;
+    result->src[7] = v;
 
     return result;
 }

@@ -2,15 +2,6 @@
 
 #include <vector>
 
-// n values of a row
-static void to_f32(const ggml_tensor * t, const char * row, float * dst, int64_t n) {
-    if (t->type == GGML_TYPE_F32) {
-        memcpy(dst, row, n*sizeof(float));
-    } else {
-        ggml_get_type_traits(t->type)->to_float(row, dst, n);
-    }
-}
-
 void kv_attn_ref(const ggml_compute_params * params, const kv_attn & a) {
     std::vector<float>  k(a.n_embd_k);
     std::vector<float>  v(a.n_embd_v);
@@ -40,7 +31,7 @@ void kv_attn_ref(const ggml_compute_params * params, const kv_attn & a) {
                     continue;
                 }
 
-                to_f32(a.k, a.k_row(c, h_kv, a.stream(t)), k.data(), a.n_embd_k);
+                kv_to_f32(a.k, a.k_row(c, h_kv, a.stream(t)), k.data(), a.n_embd_k);
 
                 double x = 0.0;
                 for (int64_t i = 0; i < a.n_embd_k; ++i) {
@@ -71,11 +62,11 @@ void kv_attn_ref(const ggml_compute_params * params, const kv_attn & a) {
                 mass[c] += prob[c];
 
                 if (a.out && !a.v_trans) {
-                    to_f32(a.v, a.v_row(c, h_kv, a.stream(t)), v.data(), a.n_embd_v);
+                    kv_to_f32(a.v, a.v_row(c, h_kv, a.stream(t)), v.data(), a.n_embd_v);
                 }
                 for (int64_t i = 0; a.out && i < a.n_embd_v; ++i) {
                     if (a.v_trans) {
-                        to_f32(a.v, a.v_channel(i, c, h_kv, a.stream(t)), &v[i], 1);
+                        kv_to_f32(a.v, a.v_channel(i, c, h_kv, a.stream(t)), &v[i], 1);
                     }
                     out[i] += prob[c]*v[i];
                 }

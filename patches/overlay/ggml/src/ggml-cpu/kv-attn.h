@@ -16,7 +16,7 @@
 struct kv_attn {
     const ggml_tensor * q;
     const ggml_tensor * k;
-    const ggml_tensor * v;       // NULL without output
+    const ggml_tensor * v;       // NULL if nothing needs it
     const ggml_tensor * mask;
     const float       * sinks;   // may be NULL
     const ggml_tensor * rows;    // NULL: nothing is scored
@@ -42,6 +42,10 @@ struct kv_attn {
     float max_bias;
     float softcap;
 
+    // what rows take; ggml_kv_attn knows only the mean of the mass
+    ggml_kv_kind  kind;
+    ggml_kv_heads heads;
+
     // ALiBi
     float slope(int64_t h) const {
         if (max_bias <= 0.0f) {
@@ -52,6 +56,8 @@ struct kv_attn {
             std::pow(2.0f, -max_bias*(h + 1)/n_head_log2) :
             std::pow(2.0f, -max_bias*(2*(h - n_head_log2) + 1)/(2*n_head_log2));
     }
+
+    bool is_mean_mass() const { return kind == GGML_KV_KIND_MASS && heads == GGML_KV_HEADS_MEAN; }
 
     bool is_scored(int64_t t) const { return rows && row_idx[t] >= 0; }
     bool is_used  (int64_t t) const { return out || is_scored(t); }
@@ -97,6 +103,15 @@ struct kv_attn {
     }
 };
 
+// n values of a row
+inline void kv_to_f32(const ggml_tensor * t, const char * row, float * dst, int64_t n) {
+    if (t->type == GGML_TYPE_F32) {
+        memcpy(dst, row, n*sizeof(float));
+    } else {
+        ggml_get_type_traits(t->type)->to_float(row, dst, n);
+    }
+}
+
 // carves the scratch of one thread, so that no two threads write to one cache line
 struct kv_scratch {
     static constexpr size_t PAD = 128;
@@ -116,10 +131,14 @@ struct kv_scratch {
 // The spec: a query after the other, in double.
 void kv_attn_ref(const ggml_compute_params * params, const kv_attn & a);
 
-// Few queries: threads share the cells, logits are kept until their sum is known. The only one that writes rows.
+// Few queries: threads share the cells, logits are kept until their sum is known. It writes rows, too.
 void   kv_attn_few          (const ggml_compute_params * params, const kv_attn & a);
 size_t kv_attn_few_work_size(const kv_attn & a, int n_tasks);
 
 // Many queries: threads take blocks of queries, cells pass in tiles. Writes no rows.
 void   kv_attn_many          (const ggml_compute_params * params, const kv_attn & a);
 size_t kv_attn_many_work_size(const kv_attn & a, int n_tasks);
+
+// Rows of any kind, no output: plain code for what the ways above do not know.
+void   kv_score          (const ggml_compute_params * params, const kv_attn & a);
+size_t kv_score_work_size(const kv_attn & a, int n_tasks);

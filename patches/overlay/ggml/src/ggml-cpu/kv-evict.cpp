@@ -41,7 +41,12 @@ static kv_attn get_operands(const ggml_tensor * dst) {
 
     if (dst->op == GGML_OP_KV_MASS) {
         kv_attn a = get_operands(src[1], src[2], src[3], src[6], src[0], src[4], src[5], dst);
-        a.round_q = true;
+        a.v        = src[7];
+        a.v_trans  = ggml_get_op_params_i32(dst, GGML_KV_ATTN_V_TRANS) != 0;
+        a.n_embd_v = a.v ? a.v->ne[a.v_trans ? 2 : 0] : 0;
+        a.round_q  = true;
+        a.kind     = (ggml_kv_kind)  ggml_get_op_params_i32(dst, GGML_KV_ATTN_KIND);
+        a.heads    = (ggml_kv_heads) ggml_get_op_params_i32(dst, GGML_KV_ATTN_HEADS);
         return a;
     }
 
@@ -75,8 +80,10 @@ static void kv_mass_compute(const ggml_compute_params * params, ggml_tensor * ds
     const bool    any     = a.any_scored();
     const int64_t t_start = any && params->ith == 0 ? ggml_time_us() : 0;
 
-    if (any) {
+    if (any && a.is_mean_mass()) {
         kv_attn_compute(params, a);
+    } else if (any) {
+        kv_score(params, a);
     }
 
     if (params->ith == 0) {
@@ -155,7 +162,10 @@ size_t ggml_kv_evict_work_size(const ggml_tensor * dst, int n_tasks) {
     if (dst->op == GGML_OP_KV_MOVE) {
         return 0;
     }
-    const kv_attn a    = get_operands(dst);
+    const kv_attn a = get_operands(dst);
+    if (!a.is_mean_mass()) {
+        return kv_score_work_size(a, n_tasks);
+    }
     const size_t  few  = kv_attn_few_work_size(a, n_tasks);
     const size_t  many = dst->op == GGML_OP_KV_ATTN ? kv_attn_many_work_size(a, n_tasks) : 0;
     return std::max(few, many);
