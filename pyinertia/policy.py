@@ -55,10 +55,10 @@ class KVPolicy:
 
     With p the probability that a head of query t puts on cell c in layer l, and a[l,t,c] its mean
     over query heads, a query's row over all L layers is m[t,c] = sum_l w_l a[l,t,c], with w_l
-    proportional to lambda^(L-1-l). The first ranking is max(m), or sum(m) under "sum", over the last `n_window`
-    prompt queries and the first decode query, averaged over `n_pool` neighbouring positions. From
-    then on every scored query updates it by `aggregation`. The lowest cells leave, in all layers at
-    once.
+    proportional to lambda^(L-1-l). The first ranking is max(m), or sum(m) under "sum", over the
+    last `n_window` prompt queries and the first decode query, averaged over `n_pool` neighbouring
+    positions. From then on every scored query updates it by `aggregation`. The lowest cells leave,
+    in all layers at once.
 
     Attributes:
         scorer: What a cell is ranked by: "attention" (the above), "recency" (the oldest leaves
@@ -235,7 +235,9 @@ def _count(name: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
 def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # the engine computes in float32, where a value may round out of the range
-    if not real or not math.isfinite(value) or not holds(float(np.float32(value))):
+    with np.errstate(over="ignore"):
+        allows = real and math.isfinite(value) and holds(float(np.float32(value)))
+    if not allows:
         msg = f"KVPolicy({name}={value!r}): {name} must be {allowed}"
         raise PolicyError(msg)
     return float(value)
@@ -244,11 +246,13 @@ def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
 def _weights(weights: Any) -> tuple[float, ...]:
     allowed = "numbers, one per scored layer, not negative and not all 0"
     try:
-        found = tuple(_real("layer_weights", w, allowed, lambda x: x >= 0) for w in weights)
+        found = tuple(
+            _real("layer_weights", w, allowed, lambda x: 0 <= x < math.inf) for w in weights
+        )
     except TypeError as error:
         msg = f"KVPolicy(layer_weights={weights!r}): layer_weights must be {allowed}"
         raise PolicyError(msg) from error
-    if not np.any(np.float32(found)):
+    if not any(np.float32(weight) for weight in found):
         msg = f"KVPolicy(layer_weights={weights!r}): layer_weights must be {allowed}"
         raise PolicyError(msg)
     return found

@@ -10,8 +10,9 @@ A job is a dict with
     n_capture   queries at the end of every eval whose attention is captured, 0 for none
 and the result has
     logits      float32 [n_eval, n_vocab], after the last token of every eval
-    attention   float32 [n_captured, n_layer, n_kv], softmax averaged over heads (flash_attn off),
-                the captured queries of all evals one after the other, n_kv of the last eval
+    attention   float32 [n_captured, n_layer, n_head, n_kv], softmax (flash_attn off), the captured
+                queries of all evals one after the other, n_kv of the last eval
+    state       uint8, with attention: the cells after the last step, see cache_state.py
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Attention:
             n_kv, n_tokens, n_head, _ = ctypes.cast(tensor, ctypes.POINTER(Tensor))[0].ne
             mass = np.empty((n_head, n_tokens, n_kv), np.float32)
             self.get(tensor, mass.ctypes.data, 0, mass.nbytes)
-            last = mass[:, -self.n_capture :].mean(axis=0, dtype=np.float64)
+            last = mass[:, -self.n_capture :].swapaxes(0, 1)
             self.layers.setdefault(int(name.split("-")[1]), []).append(last)
         return True
 
@@ -83,11 +84,12 @@ class Attention:
         self.layers = {}
 
     def array(self) -> np.ndarray:
-        n_kv = max(len(mass) for row in self.rows for mass in row)
-        out = np.zeros((len(self.rows), len(self.rows[0]), n_kv), np.float32)
+        n_kv = max(mass.shape[1] for row in self.rows for mass in row)
+        n_head = len(self.rows[0][0])
+        out = np.zeros((len(self.rows), len(self.rows[0]), n_head, n_kv), np.float32)
         for t, row in enumerate(self.rows):
             for il, mass in enumerate(row):
-                out[t, il, : len(mass)] = mass
+                out[t, il, :, : mass.shape[1]] = mass
         return out
 
 
@@ -143,6 +145,9 @@ def main(job: dict, out: str) -> None:
     arrays = {"logits": np.array(logits)}
     if capture:
         arrays["attention"] = capture.array()
+        arrays["state"] = np.zeros(lc.llama_state_seq_get_size(ctx, 0), np.uint8)
+        data = arrays["state"].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        assert lc.llama_state_seq_get_data(ctx, data, arrays["state"].size, 0)
     np.savez(out, **arrays)
 
 

@@ -13,6 +13,7 @@ import tiny_models
 from helpers import HolesLlama, logits, positions, tokens
 
 from pyinertia import KVPolicy, Llama, PolicyError, _native
+from pyinertia.policy import KEY_SCORERS, QUERY_SCORERS, SCORERS
 
 N_BATCH, BUDGET, N_CELLS = 256, 256, 512
 POLICY = KVPolicy(n_budget=BUDGET, prefill="bounded")
@@ -69,7 +70,7 @@ def test_a_cut_within_the_prompt_is_ranked_by_the_queries_so_far(smollm2, stock_
     steps = [["eval", ids[:N_BATCH]], ["eval", ids[N_BATCH:N_CELLS]]]
     context = {"n_ctx": N_CELLS, "n_batch": N_BATCH}
     run = {"model": smollm2, "context": context, "steps": steps, "n_capture": policy.n_window}
-    mass = stock.run(stock_lib_dir, **run)["attention"].astype(np.float64)
+    mass = stock.run(stock_lib_dir, **run)["attention"].mean(axis=2, dtype=np.float64)
     weights = 0.9 ** np.arange(mass.shape[1] - 1, -1, -1.0)
     rows = np.einsum("l,tlc->tc", weights / weights.sum(), mass)
     score, side = np.zeros(N_CELLS), 2 * policy.n_pool
@@ -110,7 +111,7 @@ def test_rope_factors_follow_the_positions_not_the_cells(tmp_path):
     assert not np.array_equal(out[1024, "bounded"], out[512, "full"])
 
 
-@pytest.mark.parametrize("scorer", ["attention", "recency", "random"])
+@pytest.mark.parametrize("scorer", [scorer for scorer in SCORERS if scorer != "none"])
 def test_a_long_prompt_stays_within_its_cells(tiny, scorer):
     llm = small(tiny, kv_policy=replace(TINY, scorer=scorer, protect=((100, 110),)))
     assert llm.kv_stats().n_cells == 256  # 64 + 64, rounded up
@@ -175,12 +176,13 @@ def test_a_sliding_window_keeps_the_cells_it_needs(gemma3):
     assert np.argmax(logits(llm)) == np.argmax(logits(full))
 
 
-def test_a_query_ranks_the_cuts_and_leaves_again(tiny):
+@pytest.mark.parametrize("scorer", QUERY_SCORERS)
+def test_a_query_ranks_the_cuts_and_leaves_again(tiny, scorer):
     """Its tokens take no position; what it attends to stays, what the prompt attends to may not."""
     text = "which one"
     kept = {}
     for query in (None, text):
-        llm = small(tiny)
+        llm = small(tiny, kv_policy=replace(TINY, scorer=scorer))
         llm.kv_query(query)
         llm.eval(TOKENS[:1000])
         assert llm.n_tokens == 1000
@@ -265,8 +267,9 @@ def test_query_errors(tiny):
         llm.kv_query("x" * 40)
     with pytest.raises(ValueError, match="'' has no tokens; give a question, or None"):
         llm.kv_query("")
-    with pytest.raises(PolicyError, match="needs scorer='attention'"):
-        small(tiny, kv_policy=replace(TINY, scorer="recency")).kv_query("x")
+    for scorer in ("recency", *KEY_SCORERS):
+        with pytest.raises(PolicyError, match=r"\(attention, value-norm, entropy\), kv_policy="):
+            small(tiny, kv_policy=replace(TINY, scorer=scorer)).kv_query("x")
     with pytest.raises(PolicyError, match="needs kv_prefill='bounded'"):
         small(tiny, kv_policy=replace(TINY, prefill="full")).kv_query("x")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import pyinertia
 from pyinertia import POLICIES, KVPolicy, KVStats, _native
-from pyinertia.policy import AGGREGATIONS, SCORERS
+from pyinertia.policy import AGGREGATIONS, HEADS, KEY_SCORERS, QUERY_SCORERS, SCORERS
 
 ROOT = Path(__file__).parent.parent
 HEADER = (ROOT / "patches/overlay/include/llama-kv-evict.h").read_text(encoding="utf-8")
@@ -24,6 +24,7 @@ COLUMNS += ["n_recent", "n_window", "n_pool", "n_refresh", "frozen"]
 
 C_TYPES = {
     "enum llama_kv_scorer": ctypes.c_int,
+    "enum llama_kv_heads": ctypes.c_int,
     "enum llama_kv_aggregation": ctypes.c_int,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
@@ -108,7 +109,10 @@ def enumerators(prefix: str) -> dict[str, int]:
 
 
 def test_names_are_the_enumerators_of_the_header():
-    assert dict(SCORERS) == enumerators("LLAMA_KV_SCORER")
+    scorers = {name.replace("_", "-"): v for name, v in enumerators("LLAMA_KV_SCORER").items()}
+    assert dict(SCORERS) == scorers
+    assert {*SCORERS} - {*QUERY_SCORERS, *KEY_SCORERS} == {"none", "recency", "random"}
+    assert dict(HEADS) == enumerators("LLAMA_KV_HEADS")
     assert dict(AGGREGATIONS) == enumerators("LLAMA_KV_AGGREGATION")
 
 
@@ -133,9 +137,9 @@ def test_stats_and_policy_fields_are_those_of_c():
     ]
     in_c = {name for name, _ in members("llama_kv_evict_params")}
     in_python = {f.name.rstrip("_") for f in fields(KVPolicy)}
-    # a share is a float n_budget, compact is a test switch, protect has its own call
+    # a share is a float n_budget, compact is a test switch, lists have calls of their own
     assert in_c - in_python == {"budget_share", "bounded", "compact", "n_ctx"}
-    assert in_python - in_c == {"prefill", "protect"}
+    assert in_python - in_c == {"prefill", "protect", "layer_weights"}
 
 
 def test_every_function_of_the_header_is_declared_with_its_arguments():

@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 from typer.testing import CliRunner
 
-from pyinertia import Llama
+from pyinertia import POLICIES, Llama
 from pyinertia.cli import app
 from pyinertia.errors import EvalError
 from pyinertia.eval.arms import parse_arms, parse_policy
@@ -280,6 +280,11 @@ def test_policies_can_be_changed():
     assert parse_policy("h2o/last/n_recent=64") == KVPolicy(
         aggregation="last", lambda_=1.0, n_recent=64
     )
+    assert parse_policy("keydiff/mean/heads=max") == KVPolicy(
+        scorer="keydiff", aggregation="mean", heads="max"
+    )
+    arms, _ = parse_arms(",".join(POLICIES), "512")
+    assert [arm.name for arm in arms] == list(POLICIES)
     arms, refusals = parse_arms("inertiakv,tova/n_recent=600", "512,0.5")
     assert [arm.label for arm in arms] == [
         "full",

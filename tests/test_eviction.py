@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-import struct
+from dataclasses import replace
 
+import cache_state
 import llama_cpp
 import numpy as np
 import pytest
 import stock
+import tiny_models
 from helpers import HolesLlama, kl, logits, play, positions, tokens
 
-from pyinertia import KVPolicy, Llama
+from pyinertia import POLICIES, KVPolicy, Llama
 
 F16, BF16, F32, Q8_0, Q5_1, Q4_0 = 1, 30, 0, 8, 7, 2
 N_PROMPT, N_DECODE, BUDGET = 700, 64, 256
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
+
+
 def evict(cls, path, policy, n_prompt=N_PROMPT, **context):
     """Teacher-forced run: logits [1 + N_DECODE, n_vocab], and the steps for a stock build."""
-    llm = cls(path, n_threads=2, verbose=False, kv_policy=policy, **context)
+    context = {"n_threads": 2, "n_threads_batch": 2, **context}
+    llm = cls(path, verbose=False, kv_policy=policy, **context)
     ids = tokens(llm, n_prompt + N_DECODE)
     llm.eval(ids[:n_prompt])
     out, steps, before = [logits(llm)], [["eval", ids[:n_prompt]]], set(positions(llm))
@@ -68,6 +76,16 @@ def test_eviction_equals_removal_from_a_stock_cache(smollm2, stock_lib_dir, cont
     assert_close(expected, compacted)
 
 
+@pytest.mark.parametrize("context", ["no-fa-f16", "fa-q8_0"])  # V by channel, and by cell
+@pytest.mark.parametrize("name", [n for n, p in POLICIES.items() if p.evicts and p.n_refresh == 1])
+def test_every_policy_is_removal(tiny, stock_lib_dir, name, context):
+    policy = replace(POLICIES[name], n_budget=BUDGET)
+    job = {"n_ctx": 1024, "n_threads": 1, **CONTEXTS[context]}
+    holes, steps, _ = evict(HolesLlama, tiny, policy, **job)
+    expected = stock.run(stock_lib_dir, model=tiny, context=job, steps=steps)["logits"]
+    assert np.array_equal(holes, expected)
+
+
 def test_eviction_equals_removal_in_a_sliding_window_model(gemma3, stock_lib_dir):
     """Stock removes from both caches, we from the base: the same where the window is recent.
 
@@ -82,48 +100,13 @@ def test_eviction_equals_removal_in_a_sliding_window_model(gemma3, stock_lib_dir
 
 
 def rows(llm: Llama) -> dict[int, tuple[bytes, ...]]:
-    """K and V of every position in every layer, read from the state format of llama.cpp."""
+    """K and V of every position in every layer."""
     size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
     buffer = (ctypes.c_uint8 * size)()
     assert llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0) == size
-    data, at = bytes(buffer), 0
-
-    def read(form: str):
-        nonlocal at
-        values = struct.unpack_from("<" + form, data, at)
-        at += struct.calcsize("<" + form)
-        return values[0] if len(values) == 1 else values
-
-    def take(n: int) -> bytes:
-        nonlocal at
-        at += n
-        return data[at - n : at]
-
-    _, _, n_stream, n_cells = read("IiII")  # magic, sequence
-    assert n_stream == 1
-    cells = []
-    for _ in range(n_cells):
-        pos, n_seq, seq = read("iIi")
-        cells.append(pos)
-        assert (n_seq, seq) == (1, 0)
-    v_trans, n_layer = read("II")
-    out = {pos: [] for pos in cells}
-    for _ in range(n_layer):
-        _, size = read("iQ")
-        for pos in cells:
-            out[pos].append(take(size))
-    for _ in range(n_layer):
-        if v_trans:
-            _, size, n_embd = read("iII")
-            v = np.frombuffer(take(size * n_embd * n_cells), np.uint8)
-            for i, pos in enumerate(cells):
-                out[pos].append(v.reshape(n_embd, n_cells, size)[:, i].tobytes())
-        else:
-            _, size = read("iQ")
-            for pos in cells:
-                out[pos].append(take(size))
-    assert at == len(data)
-    return {pos: tuple(parts) for pos, parts in out.items()}
+    out, n_read = cache_state.parse(bytes(buffer))
+    assert n_read == size
+    return out
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])

@@ -17,6 +17,7 @@ from helpers import HolesLlama, logits, positions
 from low_level import Context
 
 from pyinertia import KVPolicy, Llama, _native
+from pyinertia.policy import KEY_SCORERS, QUERY_SCORERS
 
 F32, F16, Q8_0 = 0, 1, 8
 SMALL = {"n_budget": 48, "n_sink": 2, "n_recent": 8, "n_window": 8, "n_pool": 3}
@@ -64,6 +65,22 @@ def test_the_op_is_used_from_the_cut_to_the_next_empty_cache(model, lib_dir, sco
         assert watch.take() == {"attn"}
         lc.llama_memory_clear(lc.llama_get_memory(context.ctx), True)
         context.n_past = [0]
+    lc.llama_free(context.ctx)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"heads": "max"}, *({"scorer": s} for s in QUERY_SCORERS + KEY_SCORERS if s != "attention")],
+)
+def test_what_it_does_not_know_is_scored_beside_llama_cpps_attention(model, lib_dir, policy):
+    watch = Watch(lib_dir)
+    context = Context(model, KVPolicy(**policy, **SMALL), watch=watch)
+    watch.take()
+    context.decode({0: TOKENS[:100]})
+    for token in TOKENS[100:110]:
+        context.decode({0: [token]})
+    assert len(context.positions()) == SMALL["n_budget"]
+    assert watch.take() == {"mass"}
     lc.llama_free(context.ctx)
 
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyinertia import KVPolicy, Llama, _native
+from pyinertia.policy import AGGREGATIONS, HEADS, KEY_SCORERS, SCORERS
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 2000).tolist()
 
@@ -26,8 +27,9 @@ def policies(draw) -> KVPolicy:
     p0 = draw(st.integers(0, 40))
     protect = draw(st.sampled_from([(), ((p0, p0 + 5),), ((p0, p0 + 3), (p0 + 10, p0 + 12))]))
     return KVPolicy(
-        scorer=draw(st.sampled_from(["attention", "attention", "recency", "random"])),
-        aggregation=draw(st.sampled_from(["ema", "coupled", "sum", "last", "max"])),
+        scorer=draw(st.sampled_from(["attention", *(s for s in SCORERS if s != "none")])),
+        heads=draw(st.sampled_from(list(HEADS))),
+        aggregation=draw(st.sampled_from(list(AGGREGATIONS))),
         n_budget=n_sink + n_recent + n_refresh + 6 + draw(st.integers(0, 40)),
         n_sink=n_sink,
         n_recent=n_recent,
@@ -128,7 +130,10 @@ def ranked(tiny, **policy):
 
 @pytest.mark.parametrize(
     ("policy", "n_keep"),
-    [({}, 63), ({"n_refresh": 8}, 56), ({"scorer": "recency"}, 63), ({"scorer": "random"}, 63)],
+    [
+        *(({"scorer": scorer}, 63) for scorer in SCORERS if scorer != "none"),
+        ({"n_refresh": 8}, 56),
+    ],
 )
 def test_the_lowest_scores_leave(tiny, policy, n_keep):
     _, before, after = ranked(tiny, **policy)
@@ -160,6 +165,17 @@ def test_a_reused_cell_starts_from_nothing(tiny):
     llm.eval(TOKENS[202:203])
     cells = llm.kv_cells()
     assert cells["score"][cells["pos"] >= 201].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("scorer", KEY_SCORERS)
+def test_a_new_key_is_ranked_at_once(tiny, scorer):
+    """Its row says what later ones will say: it need not grow from 0 under the EMA."""
+    llm, _, _ = ranked(tiny, scorer=scorer)
+    for token in TOKENS[202:230]:
+        llm.eval([token])
+    cells = llm.kv_cells()
+    new = cells["score"][cells["pos"] >= 202]
+    assert new.min() > 0.5 * np.median(cells["score"])
 
 
 def test_a_budget_share_is_a_share_of_the_prompt(tiny):

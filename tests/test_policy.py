@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
@@ -14,9 +15,11 @@ from pyinertia import POLICIES, KVPolicy, PolicyError, resolve_policy
 
 DEFAULTS = {
     "scorer": "attention",
+    "heads": "mean",
     "aggregation": "ema",
     "beta": 0.95,
     "lambda_": None,
+    "layer_weights": None,
     "n_budget": 1024,
     "n_sink": 4,
     "n_recent": 32,
@@ -39,6 +42,11 @@ PRESETS = {
     "h2o": {"aggregation": "sum", "lambda_": 1.0},
     "tova": {"aggregation": "last", "lambda_": 1.0, "n_window": 0, "n_pool": 1},
     "random": {"scorer": "random"},
+    "snapkv": {"lambda_": 1.0, "n_window": 32, "frozen": True},
+    "value-norm": {"scorer": "value-norm"},
+    "entropy": {"scorer": "entropy"},
+    "keydiff": {"scorer": "keydiff"},
+    "key-norm": {"scorer": "key-norm"},
 }
 
 
@@ -70,7 +78,10 @@ def test_policies_cannot_be_changed():
     [
         ("scorer", "atention"),
         ("scorer", None),
-        ("aggregation", "mean"),
+        ("scorer", "key_norm"),
+        ("heads", "sum"),
+        ("heads", None),
+        ("aggregation", "median"),
         ("beta", -0.1),
         ("beta", 1.0),
         ("beta", math.nan),
@@ -79,6 +90,9 @@ def test_policies_cannot_be_changed():
         ("lambda_", 0.0),
         ("lambda_", 1.5),
         ("lambda_", math.nan),
+        ("layer_weights", 0.5),
+        ("layer_weights", ()),
+        ("layer_weights", (0.0, 0.0)),
         ("n_budget", 0),
         ("n_budget", -512),
         ("n_budget", 0.0),
@@ -132,6 +146,28 @@ def test_coupled_takes_no_lambda():
         KVPolicy(aggregation="coupled", lambda_=0.9)
 
 
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf, 1e39, True, "1", None])
+def test_a_bad_layer_weight_is_named(bad):
+    with pytest.raises(
+        PolicyError, match=re.escape(f"layer_weights={bad!r}): layer_weights must be")
+    ):
+        KVPolicy(layer_weights=(0.5, bad))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lambda_": 0.9}, r"lambda_=0.9 weighs the layers, too"),
+        ({"aggregation": "coupled"}, "aggregation='coupled' takes its layer weights from beta"),
+        ({"scorer": "recency"}, "scorer='recency' looks at no layer"),
+        ({"scorer": "none"}, "scorer='none' looks at no layer"),
+    ],
+)
+def test_layer_weights_stand_alone(fields, message):
+    with pytest.raises(PolicyError, match=rf"layer_weights=\(1.0, 2.0\)\): {message}"):
+        KVPolicy(layer_weights=(1, 2), **fields)
+
+
 @pytest.mark.parametrize(
     ("least", "fields"),
     [
@@ -175,6 +211,7 @@ def test_numbers_of_other_types_become_plain_ones():
     assert (type(policy.beta), policy.beta) == (float, 0.5)
     assert (type(policy.lambda_), policy.lambda_) == (float, 1.0)
     assert policy.protect == ((0, 8),)
+    assert KVPolicy(layer_weights=np.float32([0, 2])).layer_weights == (0.0, 2.0)
     assert hash(policy) == hash(replace(policy))
     assert KVPolicy(n_budget=np.float64(0.25)).n_budget == 0.25
 
