@@ -23,9 +23,9 @@ class KVStats:
         kv_bytes_resident: Bytes in physical memory, whole pages. After the first cut the pages
             above the budget go back to the system. Equals kv_bytes where this cannot be told
             (other systems than Linux, other devices than the CPU).
-        t_score_ms: Scoring, in milliseconds: the op on the CPU plus the time rules; once a sequence
-            was cut the rules alone, the op is part of attention then. NaN where the op cannot be
-            timed.
+        t_score_ms: Scoring, in milliseconds: the op on the CPU plus the time rules; under
+            scorer="attention" and heads="mean" the rules alone once a sequence was cut, the op is
+            part of attention then. NaN where the op cannot be timed.
         t_evict_ms: Choosing and removing cells, in milliseconds.
         t_move_ms: Compaction, in milliseconds.
     """

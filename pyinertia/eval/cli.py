@@ -176,7 +176,7 @@ def agree(options: Options, tasks: Tasks = "all") -> None:
 def overlap(options: Options, tokens: Tokens = 128, text: Text = None) -> None:
     """Cells that policies keep in common, and how alike they rank them, at the same step.
 
-    Attention policies run under both aggregations, ema and last.
+    Policies that score run under both aggregations, ema and last.
     """
     from pyinertia.eval import overlap as comparison
     from pyinertia.eval import session

@@ -34,7 +34,7 @@ AGGREGATIONS = ("ema", "last")
 
 
 def both_aggregations(arms: list[Arm]) -> list[Arm]:
-    """Every attention policy under each aggregation, the others as they are, without the full."""
+    """Every policy that scores under each aggregation, the others as they are, without the full."""
     varied: dict[Arm, None] = {}
     for arm in arms:
         if arm.name == FULL:

@@ -93,7 +93,7 @@ extern "C" {
         uint64_t kv_bytes_used;     // bytes of the cells in use
         uint64_t kv_bytes_resident; // bytes in physical memory; kv_bytes where that cannot be told
         double   t_score_ms;  // scoring: the op on the CPU plus the time rules; NaN where the op cannot be timed
-                              // once cut, the rules alone: the op is then part of attention, and its share unknown
+                              // where the op is part of attention (mean mass, once cut) the rules alone
         double   t_evict_ms;  // choosing and removing cells
         double   t_move_ms;   // compaction
     };

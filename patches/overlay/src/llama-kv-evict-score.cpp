@@ -295,7 +295,7 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass, const std
     }
 
     for (size_t i = 0; i < saw.size(); ++i) {
-        seq.cells[i].n_rows = saw[i];
+        seq.cells[i].n_scored = saw[i];
     }
 }
 
@@ -332,7 +332,7 @@ void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass, const
 
     for (size_t i = 0; i < mass.size(); ++i) {
         float    & score = seq.cells[i].score;
-        uint32_t & n     = seq.cells[i].n_rows;
+        uint32_t & n     = seq.cells[i].n_scored;
 
         n += saw[i];
         if (n <= 1 && scores_keys()) {

@@ -160,7 +160,7 @@ private:
 
         float    score     = 0.0f;
         float    interim   = 0.0f;  // bounded prefill: what the batches of the prompt so far put on it
-        uint32_t n_rows    = 0;     // in the score; the first ranking counts as one
+        uint32_t n_scored  = 0;     // rows in the score; the first ranking counts as one
         bool     generated = false; // entered by a decode step since the last prompt
     };
 
