@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import types
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -116,6 +118,22 @@ def test_holes_made_by_hand_count_too(tiny):
     used.kv_evict([0, 1, 2])
     assert take(used, TOKENS[:50], 5) == take(fresh, TOKENS[:50], 5)
     assert positions(used) == list(range(54))
+
+
+def test_the_policy_in_python_of_the_readme(tmp_path, monkeypatch):
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"### Your own, in Python\n+```python\n(.*?)```", text, re.DOTALL)[1]
+    loop, three = "in llm.generate(prompt):", "in islice(llm.generate(prompt), 3):"
+    assert loop in example
+    monkeypatch.chdir(tmp_path)
+    tiny_models.write_llama(tmp_path / "model.gguf")
+    prompt = np.random.default_rng(0).integers(0, 256, 1100).tolist()
+    names = {"prompt": prompt, "islice": islice, "Llama": partial(load, n_batch=512)}
+    exec(example.replace(loop, three), names)
+    kept = positions(names["llm"])
+    assert len(kept) == 512 + 2  # cut at the first token, then two more were evaluated
+    assert kept[:4] == [0, 1, 2, 3]
+    assert kept[-66:] == list(range(1036, 1102))
 
 
 def test_a_purged_sliding_window_is_not_reused(tmp_path):
