@@ -19,6 +19,12 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+# the policies that the claims are about: tests/test_eval_claims.py compares
+CLAIMED = (
+    "value-norm,inertiakv,entropy,keydiff,key-norm,streaming-llm,inertiakv/last,coupled,"
+    "value-norm/last,entropy/last,inertiakv-lazy,score-free"
+)
+
 Tasks = Annotated[str, typer.Option(metavar="NAMES", help="Tasks, separated by commas, or all.")]
 Tokens = Annotated[int, typer.Option(min=4, help="Tokens of a sample that are played one by one.")]
 Text = Annotated[
@@ -192,6 +198,18 @@ def overlap(options: Options, tokens: Tokens = 128, text: Text = None) -> None:
         extra=_text_identity(text, tokens),
         vary=comparison.both_aggregations,
     )
+
+
+@command(app, "reproduce", samples=8, length=1280, budgets="256", policies=CLAIMED)
+def reproduce(options: Options, tokens: Tokens = 128) -> None:
+    """The claims of the InertiaKV abstract beside what is measured: confirmed, refuted, or neither.
+
+    Runs four tasks of ruler, ppl and overlap on the policies that the claims are about, each into
+    its own file of --out.
+    """
+    from pyinertia.eval import reproduction
+
+    reproduction.perform(options, tokens)
 
 
 def _passages(vocabulary: Vocabulary, options: Options, tokens: int, text: Path | None) -> Passages:

@@ -103,6 +103,57 @@ def overlap(prefix: Path, rows: Rows) -> list[Path]:
     return drawn
 
 
+def claims(prefix: Path, rows: Rows) -> list[Path]:
+    """Draw every claim's interval over the range that was claimed, by measure and budget."""
+    drawn = []
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        of_budget = [
+            row for row in rows if row["budget"] == budget and row["verdict"] != "not measured"
+        ]
+        measures = list(dict.fromkeys(row["measure"] for row in of_budget))
+        if not measures:
+            continue
+        groups = [[row for row in of_budget if row["measure"] == name] for name in measures]
+        figure = Figure(figsize=(8.5, 1.2 + 0.62 * len(measures) + 0.3 * len(of_budget)))
+        figure.set_layout_engine("constrained")
+        figure.suptitle(f"claims and 95 % intervals, budget {budget}", x=0.01, ha="left")
+        heights = [len(group) + 1 for group in groups]
+        panels = figure.subplots(len(groups), height_ratios=heights, squeeze=False)[:, 0]
+        for axes, group in zip(panels, groups, strict=True):
+            _claim_panel(axes, group)
+        drawn.append(_save(figure, prefix, f"claims-{budget}"))
+    return drawn
+
+
+VERDICTS = {
+    "confirmed": ("#009E73", "o"),
+    "refuted": ("#D55E00", "X"),
+    "inconclusive": ("#777777", "s"),
+}
+
+
+def _claim_panel(axes: Axes, rows: Rows) -> None:
+    edges = []
+    for y, row in enumerate(rows):
+        colour, marker = VERDICTS[row["verdict"]]
+        mean, low, high = (row["measured"][key] for key in ("mean", "low", "high"))
+        bars = ([max(mean - low, 0)], [max(high - mean, 0)])
+        axes.errorbar([mean], [y], xerr=bars, color=colour, marker=marker, capsize=3)
+        sign, edge = row["range"].split()
+        edges.append((sign == "above", float(edge)))
+    axes.plot([edge for _, edge in edges], range(len(rows)), alpha=0)  # in sight
+    left, right = axes.get_xlim()
+    for y, (is_above, edge) in enumerate(edges):
+        start, end = (edge, right) if is_above else (left, edge)
+        axes.barh(y, end - start, left=start, height=0.8, color="#dcefe6", zorder=0)
+    axes.set_xlim(left, right)
+    axes.set_yticks(range(len(rows)), [f"{row['claim']}: {row['verdict']}" for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_title(f"{rows[0]['measure']} (shaded: claimed)", loc="left", fontsize=9)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
 def _bars(
     axes: Axes,
     points: Sequence[tuple[float, dict[str, float]]],

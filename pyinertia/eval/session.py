@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ from pyinertia.eval.runner import Evaluation, Measured, run
 from pyinertia.eval.settings import Settings
 from pyinertia.eval.store import Store
 from pyinertia.eval.vocabulary import Vocabulary, file_sha256
+
+
+@dataclass
+class Run:
+    """What was measured, and what a report says about it."""
+
+    arms: list[Arm]
+    measured: Measured
+    about: dict[str, Any]
 
 
 def perform(
@@ -39,6 +48,18 @@ def perform(
         vary: Changes the arms.
         missing: Tasks that cannot run.
     """
+    done = measure(options, make, extra, vary, missing)
+    show(options, done.about, done.measured, find(done.measured, done.arms))
+
+
+def measure(
+    options: Options,
+    make: Callable[[Vocabulary], Evaluation],
+    extra: dict[str, Any] | None = None,
+    vary: Callable[[list[Arm]], list[Arm]] = lambda arms: arms,
+    missing: Sequence[Refusal] = (),
+) -> Run:
+    """Measure what the folder does not have yet; see `perform`."""
     arms, refusals = parse_arms(options.policies, options.budgets)
     arms = vary(arms)
     vocabulary = Vocabulary(options.model)
@@ -69,9 +90,6 @@ def perform(
         for arm in arms
         if isinstance(arm.budget, int) and arm.budget >= options.length
     ]
-    rows, tables, draw = find(measured, arms)
-    wide = None if sys.stdout.isatty() else 200  # a file has no width to keep to
-    report.show(Console(width=wide), tables, measured)
     about = {
         "evaluation": evaluation.name,
         "model_name": vocabulary.name,
@@ -80,11 +98,21 @@ def perform(
         **asdict(settings),
         "model": options.model.name,
     }
-    target = options.out / f"{evaluation.name}.json"
+    return Run(arms, measured, about)
+
+
+def show(
+    options: Options, about: dict[str, Any], measured: Measured, findings: report.Findings
+) -> None:
+    """Print the tables, write the JSON file, draw the plots."""
+    rows, tables, draw = findings
+    wide = None if sys.stdout.isatty() else 200  # a file has no width to keep to
+    report.show(Console(width=wide), tables, measured)
+    target = options.out / f"{about['evaluation']}.json"
     report.write_json(target, about, measured, rows)
     written = [target]
     if options.plots and rows:
-        written += _drawn(draw, options.out / evaluation.name)
+        written += _drawn(draw, target.with_suffix(""))
     sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
     if measured.interrupted:
         sys.stderr.write("stopped; the same command goes on from here\n")
