@@ -36,12 +36,12 @@ def test_kept_cells_are_those_after_the_last_step():
     rows = judge(
         "overlap",
         {
-            "inertiakv": [kept(0, 1, 2, 3)] * 3,
-            "value-norm": [kept(0, 1, 2, 3)] * 3,
-            "entropy": [kept(0, 1, 2, 4)] * 3,
-            "keydiff": [kept(0, 1, 4, 5)] * 3,
-            "inertiakv/last": [kept(0, 1, 2, 3)] * 3,
-            "value-norm/last": [kept(0, 1, 2, 5)] * 3,
+            "inertiakv": [kept(0, 1, 2, 3)] * 5,
+            "value-norm": [kept(0, 1, 2, 3)] * 5,
+            "entropy": [kept(0, 1, 2, 4)] * 5,
+            "keydiff": [kept(0, 1, 4, 5)] * 5,
+            "inertiakv/last": [kept(0, 1, 2, 3)] * 5,
+            "value-norm/last": [kept(0, 1, 2, 5)] * 5,
         },
     )
     same = rows["value-norm keeps nearly the same cells"]
@@ -60,21 +60,28 @@ def test_ratios_are_geometric_means_after_the_cut():
     rows = judge(
         "ppl",
         {
-            "inertiakv": [{"kl": [*before, 0.1, 0.3], "nll": [*before, 1, 1]}] * 2,
+            "inertiakv": [{"kl": [*before, 0.1, 0.3], "nll": [*before, 1, 1]}] * 6,
             "keydiff": [
                 {"kl": [*before, 0.4, 0.4], "nll": [*before, 2, 2]},
                 {"kl": [*before, 0.1, 0.1], "nll": [*before, 2, 2]},
-            ],
-            "score-free": [{"kl": [*before, 1, 1], "nll": [*before, 1, 1]}] * 2,
+            ]
+            * 3,
+            "score-free": [{"kl": [*before, 1, 1], "nll": [*before, 1, 1]}] * 6,
         },
     )
     row = rows["keydiff loses quality: prose"]
     assert row["measured"]["mean"] == pytest.approx(1)  # 2 x and 1/2 x
-    assert row["measured"]["low"] == pytest.approx(0.5)
-    assert row["measured"]["high"] == pytest.approx(2)
+    assert 0.5 <= row["measured"]["low"] < 0.8
+    assert row["measured"]["low"] * row["measured"]["high"] == pytest.approx(1)
     assert row["verdict"] == "inconclusive"
     cost = rows["score-free costs 0.03: perplexity"]
     assert (cost["measured"]["mean"], cost["verdict"]) == (0, "confirmed")
+
+
+def test_few_samples_decide_nothing():
+    for n, verdict in ((4, "inconclusive"), (5, "confirmed")):
+        rows = judge("overlap", {name: [kept(0, 1)] * n for name in ("inertiakv", "value-norm")})
+        assert rows["value-norm keeps nearly the same cells"]["verdict"] == verdict
 
 
 def test_scores_and_speeds():
@@ -84,18 +91,18 @@ def test_scores_and_speeds():
     rows = judge(
         "ruler",
         {
-            "inertiakv": [answer(1, 0.02)] * 4,
-            "inertiakv-lazy": [answer(1, 0.01)] * 3 + [answer(1, None)],
-            "score-free": [answer(0.5, 0.02)] * 4,
-            "streaming-llm": [answer(1, 0.02)] * 4,
+            "inertiakv": [answer(1, 0.02)] * 6,
+            "inertiakv-lazy": [answer(1, 0.01)] * 5 + [answer(1, None)],
+            "score-free": [answer(0.5, 0.02)] * 6,
+            "streaming-llm": [answer(1, 0.02)] * 6,
         },
     )
     lazy = rows["lazy decodes 1.34 to 1.46 x as fast"]
-    assert (lazy["measured"]["mean"], lazy["n_samples"]) == (pytest.approx(2), 3)
+    assert (lazy["measured"]["mean"], lazy["n_samples"]) == (pytest.approx(2), 5)
     assert lazy["verdict"] == "confirmed"
     assert rows["score-free costs 0.03: retrieval"]["measured"]["mean"] == 0.5
     assert rows["score-free costs 0.03: retrieval"]["verdict"] == "refuted"
-    # no difference in few samples refutes nothing
+    # no difference at all is neither
     assert rows["recency loses quality: retrieval"]["verdict"] == "inconclusive"
 
 
@@ -111,7 +118,7 @@ def test_the_command_judges_every_claim(tmp_path, monkeypatch):
     assert [row["claim"] for row in report["rows"]] == [claim.text for claim in claims.CLAIMS]
     assert report["refusals"] == []
     for row in report["rows"]:
-        assert row["verdict"] in {"confirmed", "refuted", "inconclusive"}, row
+        assert row["verdict"] == "inconclusive", row  # of one sample, or four
         assert row["claim"] in done.output
     assert (tmp_path / "reproduce-claims-256.png").read_bytes().startswith(b"\x89PNG")
 

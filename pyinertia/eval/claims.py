@@ -1,9 +1,9 @@
 """What the abstract of InertiaKV (arXiv 2609.03515) claims, beside what is measured.
 
 A claim is a range that a measured number should be in. It is confirmed if the number's whole 95 %
-interval is inside, refuted if all of it is outside, and inconclusive otherwise: more samples may
-decide it. The abstract gives few numbers; where it gives none, the range is ours and stands in the
-table.
+interval is inside, and refuted if all of it is outside. Otherwise, and of fewer than N_LEAST
+samples, whose bootstrap says little, it is inconclusive: more samples may decide it. The abstract
+gives few numbers; where it gives none, the range is ours and stands in the table.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pyinertia.eval.statistics import bootstrap
 from pyinertia.eval.store import Result
 
 SAME = 0.8  # a Jaccard from which on cells are "nearly the same": each set has 89 % of the other
+
+N_LEAST = 5
 
 Results = Mapping[Item, Result]
 
@@ -162,6 +164,7 @@ def _row(
         if value is not None and math.isfinite(value):
             kept = math.log(value) if claim.measure.is_ratio else value
             by_task.setdefault(item[0], []).append(kept)
+    n_samples = sum(map(len, by_task.values()))
     measured = bootstrap(list(by_task.values()))
     if claim.measure.is_ratio:
         measured = type(measured)(*map(math.exp, measured))
@@ -172,14 +175,16 @@ def _row(
         "budget": budget,
         "range": claim.range,
         "measured": measured._asdict(),
-        "n_samples": sum(map(len, by_task.values())),
-        "verdict": _verdict(claim, measured.low, measured.high),
+        "n_samples": n_samples,
+        "verdict": _verdict(claim, measured.low, measured.high, n_samples),
     }
 
 
-def _verdict(claim: Claim, low: float, high: float) -> str:
-    if math.isnan(low):
+def _verdict(claim: Claim, low: float, high: float, n_samples: int) -> str:
+    if n_samples == 0:
         return "not measured"
+    if n_samples < N_LEAST:
+        return "inconclusive"
     if claim.low < low and high < claim.high:
         return "confirmed"
     if high < claim.low or claim.high < low:
