@@ -13,7 +13,7 @@ import pytest
 from conftest import OP_CASES
 
 EXPECTED = {
-    "KV_ATTN": 269,
+    "KV_ATTN": 317,
     "KV_MASS": 189,
     "KV_MOVE": 42,
 }  # cases in patches/overlay/tests/test-kv-evict.h

@@ -101,6 +101,7 @@ static float get_softcap(const llama_hparams & hparams) {
 ggml_tensor * build_kv_attn(
         const llm_graph_context      & graph,
         const llama_kv_cache_context * mctx,
+        const llama_kv_cache_context * mctx_base,
         ggml_tensor * q,
         ggml_tensor * k,
         ggml_tensor * v,
@@ -110,7 +111,7 @@ ggml_tensor * build_kv_attn(
         ggml_tensor * v_mla,
         float         kq_scale,
         int           il) {
-    const auto & evict = mctx->get_evict();
+    const auto & evict = mctx_base->get_evict();
 
     if (!evict || !evict->evicts() || graph.cparams.training) {
         return nullptr;
@@ -136,7 +137,7 @@ ggml_tensor * build_kv_attn(
 
     ggml_tensor *  rows = nullptr;
     ggml_tensor ** last = nullptr;
-    if (evict->scores_layers()) {
+    if (evict->scores_layers() && mctx == mctx_base) {
         const size_t i = get_device(*evict, k);
 
         rows = evict->devices[i].rows;
@@ -145,7 +146,7 @@ ggml_tensor * build_kv_attn(
         evict->hooked[il] = true;
     }
 
-    ggml_tensor * cur = ggml_kv_attn(graph.ctx0, q, k, v, kq_mask, sinks, rows, inp->coef, inp->row_idx, il,
+    ggml_tensor * cur = ggml_kv_attn(graph.ctx0, q, k, v, kq_mask, sinks, rows, rows ? inp->coef : nullptr, rows ? inp->row_idx : nullptr, il,
             kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last && !*last);
     if (!ggml_backend_dev_supports_op(dev, cur)) {
         return nullptr;

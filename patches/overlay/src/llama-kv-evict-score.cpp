@@ -124,7 +124,7 @@ void llama_kv_evict::settle(llama_context & lctx) {
 
 // compare every cell with what was last seen
 // result[i]: cell i was there when the last batch was computed, or came with it
-std::vector<bool> llama_kv_evict::scan(uint32_t s) {
+const std::vector<bool> & llama_kv_evict::scan(uint32_t s) {
     auto & seq = seqs[s];
 
     const auto & cells = kv.v_cells[s];
@@ -132,7 +132,8 @@ std::vector<bool> llama_kv_evict::scan(uint32_t s) {
     const uint32_t n = std::max(seq.n_cells, cells.used_max_p1());
     seq.n_cells = cells.used_max_p1();
 
-    std::vector<bool> seen(n);
+    auto & seen = scratch.seen;
+    seen.assign(n, false);
 
     int n_old = 0;
     int n_new = 0;
@@ -199,10 +200,13 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 
     const uint32_t n = seq.n_cells;
 
-    std::vector<float> mass(n);
-    std::vector<float> part(n);
-    std::vector<float> first;
-    std::vector<bool>  saw(n);
+    auto & mass  = scratch.mass;
+    auto & part  = scratch.part;
+    auto & saw   = scratch.saw;
+    auto & first = scratch.first;
+    part.resize(n);
+    saw.resize(n);
+    first.clear();
 
     for (const auto & query : seq.queries) {
         const auto is_query = [&query](const cell_state & cell) { return cell.pos == query.pos; };
@@ -217,7 +221,7 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
             continue;
         }
 
-        std::fill(mass.begin(), mass.end(), 0.0f);
+        mass.assign(n, 0.0f);
         for (const auto & device : devices) {
             ggml_backend_tensor_get(device.rows, part.data(), query.row*device.rows->nb[1], n*sizeof(float));
             for (uint32_t i = 0; i < n; ++i) {

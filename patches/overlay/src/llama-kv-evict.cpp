@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
 // attention cost is padded to this many cells (llama_kv_cache::get_n_kv)
 static constexpr uint32_t n_kv_pad = 256;
@@ -86,7 +85,11 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
         t_op_us = 0;
     }
 
-    std::vector<std::vector<llama_pos>> pos(seqs.size());
+    auto & pos = scratch.pos;
+    pos.resize(seqs.size());
+    for (auto & p : pos) {
+        p.clear();
+    }
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
             pos[batch.seq_id[i][j]].push_back(batch.pos[i]);
@@ -225,7 +228,8 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_most, uint32_t n_target) {
     const llama_pos pos_recent = cells.seq_pos_max(s) + 1 - (llama_pos) n_recent;
 
     // generated tokens outrank the prompt if the ranking is frozen, the oldest of them leaves first; then score, then position
-    std::vector<std::tuple<bool, float, llama_pos, uint32_t>> ranks;
+    auto & ranks = scratch.ranks;
+    ranks.clear();
     for (const auto & [pos, i] : cells.seq_pos_get(s)) {
         // the cells of an image under M-RoPE stay together
         const bool is_image = kv.hparams.n_pos_per_embd() > 1 && cells.ext_get(i).tok == LLAMA_TOKEN_NULL;
@@ -241,9 +245,10 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_most, uint32_t n_target) {
 
     std::nth_element(ranks.begin(), ranks.begin() + n_cut, ranks.end());
 
-    std::vector<uint32_t> idxs(n_cut);
+    auto & idxs = scratch.idxs;
+    idxs.clear();
     for (uint32_t k = 0; k < n_cut; ++k) {
-        idxs[k] = std::get<3>(ranks[k]);
+        idxs.push_back(std::get<3>(ranks[k]));
     }
 
     remove(s, idxs);

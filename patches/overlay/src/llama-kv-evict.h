@@ -51,6 +51,7 @@
 
 #include <deque>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -206,7 +207,7 @@ private:
 
     void settle(llama_context & lctx);
 
-    std::vector<bool> scan(uint32_t s);
+    const std::vector<bool> & scan(uint32_t s);
 
     void take_rows(uint32_t s, const std::vector<bool> & seen);
     void rank     (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
@@ -244,4 +245,17 @@ private:
     std::vector<std::pair<llama_pos, llama_pos>> ranges; // protected
 
     llama_kv_evict_stats stats = {};
+
+    // of one step each: kept, so that a step allocates nothing of its own
+    struct {
+        std::vector<bool>  seen; // what scan() returns
+        std::vector<bool>  saw;
+        std::vector<float> mass;
+        std::vector<float> part;
+        std::vector<float> first;
+
+        std::vector<std::vector<llama_pos>>                       pos; // [n_stream]
+        std::vector<std::tuple<bool, float, llama_pos, uint32_t>> ranks;
+        std::vector<uint32_t>                                     idxs;
+    } scratch;
 };

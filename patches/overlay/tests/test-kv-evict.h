@@ -154,14 +154,22 @@ struct test_kv_mass : public test_case {
 
 // GGML_OP_KV_ATTN: q, k, mask and rows as for GGML_OP_KV_MASS
 struct test_kv_attn : public test_kv_mass {
+    // the cells that a query sees
+    enum mask_kind {
+        MOST,   // as for GGML_OP_KV_MASS
+        CAUSAL, // of a prompt's last batch
+        RING,   // of a sliding window that goes on at the first cell
+        ENDS,   // the first few and the last third: threads cannot share these in parts of one size
+    };
+
     const int64_t   hsv;     // V head size
     const ggml_type type_V;
     const bool      v_trans;
-    const bool      causal;  // mask of a prompt's last batch
+    const int       sees;    // mask_kind
     const bool      rows;    // compare the rows, not the attention
 
     std::string vars() override {
-        return test_kv_mass::vars() + "," + VARS_TO_STR5(hsv, type_V, v_trans, causal, rows);
+        return test_kv_mass::vars() + "," + VARS_TO_STR5(hsv, type_V, v_trans, sees, rows);
     }
 
     std::string op_desc(ggml_tensor * t) override {
@@ -170,10 +178,10 @@ struct test_kv_attn : public test_kv_mass {
     }
 
     test_kv_attn(int64_t hs, int64_t nh, int64_t gqa, int64_t kv, int64_t nb, int64_t ns, int64_t n_scored,
-                 ggml_type type_K, ggml_type type_V, bool v_trans = false, bool causal = false, bool rows = false,
+                 ggml_type type_K, ggml_type type_V, bool v_trans = false, mask_kind sees = MOST, bool rows = false,
                  ggml_type type_mask = GGML_TYPE_F16, float max_bias = 0.0f, float softcap = 0.0f, bool sinks = false, int64_t hsv = 0)
         : test_kv_mass(hs, nh, gqa, kv, nb, ns, n_scored, type_K, type_mask, max_bias, softcap, sinks, true),
-          hsv(hsv ? hsv : hs), type_V(type_V), v_trans(v_trans), causal(causal), rows(rows) {}
+          hsv(hsv ? hsv : hs), type_V(type_V), v_trans(v_trans), sees(sees), rows(rows) {}
 
     // q, K and V are not rounded: what is left is the rounding of sums, some 1e-6 of a logit
     double max_nmse_err() override {
@@ -203,11 +211,16 @@ struct test_kv_attn : public test_kv_mass {
     }
 
     bool is_masked(int64_t c, int64_t b, std::mt19937 & rng) const override {
-        return causal ? c > kv - nb + b%nb : test_kv_mass::is_masked(c, b, rng);
+        switch (sees) {
+            case CAUSAL: return c > kv - nb + b%nb;
+            case RING:   return c >= kv/8 + b%nb && c < kv - kv/4 + b%nb;
+            case ENDS:   return c >= 16 && c < kv - kv/3;
+            default:     return test_kv_mass::is_masked(c, b, rng);
+        }
     }
 
     float mask_value(std::mt19937 & rng) const override {
-        return causal ? 0.0f : test_kv_mass::mask_value(rng);
+        return sees == CAUSAL ? 0.0f : test_kv_mass::mask_value(rng);
     }
 };
 
@@ -287,6 +300,9 @@ static void add_test_cases_kv_evict_eval(std::vector<std::unique_ptr<test_case>>
     const ggml_type F16 = GGML_TYPE_F16;
     const ggml_type F32 = GGML_TYPE_F32;
 
+    const auto MOST   = test_kv_attn::MOST;
+    const auto CAUSAL = test_kv_attn::CAUSAL;
+
     for (ggml_type type_K : kv_evict_types) {
         for (int64_t hs : { 64, 128, 256 }) {
             for (int64_t kv : { 1, 33, 512 }) {
@@ -315,9 +331,9 @@ static void add_test_cases_kv_evict_eval(std::vector<std::unique_ptr<test_case>>
         for (int64_t hs : { 64, 128, 256 }) {
             for (int64_t nb : { 1, 8, 33 }) {
                 cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 1, 5, type, type));
-                cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 1, 5, type, type, false, false, true));
+                cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 1, 5, type, type, false, MOST, true));
                 if (ggml_blck_size(type) == 1) {
-                    cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 2, 5, type, type, true, false, false, F32));
+                    cases.emplace_back(new test_kv_attn(hs, 2, 3, 257, nb, 2, 5, type, type, true, MOST, false, F32));
                 }
             }
         }
@@ -331,17 +347,28 @@ static void add_test_cases_kv_evict_eval(std::vector<std::unique_ptr<test_case>>
         for (float softcap : { 0.0f, 30.0f }) {
             for (bool sinks : { false, true }) {
                 for (int64_t nb : { 1, 6, 40 }) {
-                    cases.emplace_back(new test_kv_attn(64, 3, 3, 300, nb, 1, 5, F16, F16, false, false, false, F16, max_bias, softcap, sinks, 128));
-                    cases.emplace_back(new test_kv_attn(64, 3, 3, 300, nb, 1, 5, F16, F16, false, false, true,  F16, max_bias, softcap, sinks, 128));
+                    cases.emplace_back(new test_kv_attn(64, 3, 3, 300, nb, 1, 5, F16, F16, false, MOST, false, F16, max_bias, softcap, sinks, 128));
+                    cases.emplace_back(new test_kv_attn(64, 3, 3, 300, nb, 1, 5, F16, F16, false, MOST, true,  F16, max_bias, softcap, sinks, 128));
                 }
             }
         }
     }
     for (int64_t kv : { 512, 1000 }) {
-        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, F16,            F16,            false, true));
-        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, F16,            F16,            true,  true));
-        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, false, true));
-        cases.emplace_back(new test_kv_attn(64, 3, 3, kv,   1, 1,  1, F16,            F16,            false, true));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, F16,            F16,            false, CAUSAL));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, F16,            F16,            true, CAUSAL));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 512, 1, 17, GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, false, CAUSAL));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, kv,   1, 1,  1, F16,            F16,            false, CAUSAL));
+    }
+
+    for (test_kv_attn::mask_kind sees : { test_kv_attn::RING, test_kv_attn::ENDS }) {
+        for (int64_t kv : { 100, 1000 }) {
+            for (int64_t nb : { 1, 8, 20 }) {
+                for (bool v_trans : { false, true }) {
+                    cases.emplace_back(new test_kv_attn(64, 2, 3, kv, nb, 1, 1, F16, F16, v_trans, sees));
+                    cases.emplace_back(new test_kv_attn(64, 2, 3, kv, nb, 1, 1, F16, F16, v_trans, sees, true));
+                }
+            }
+        }
     }
 
     for (ggml_type type : kv_evict_types) {
@@ -356,6 +383,8 @@ static void add_test_cases_kv_evict_eval(std::vector<std::unique_ptr<test_case>>
 }
 
 static void add_test_cases_kv_evict_perf(std::vector<std::unique_ptr<test_case>> & cases) {
+    const auto CAUSAL = test_kv_attn::CAUSAL;
+
     for (ggml_type type_K : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
         for (int64_t kv : { 512, 1024, 8192 }) {
             cases.emplace_back(new test_kv_mass(64, 3, 3, kv, 1, 1, 1, type_K));
@@ -368,10 +397,10 @@ static void add_test_cases_kv_evict_perf(std::vector<std::unique_ptr<test_case>>
     // attention of SmolLM2, beside upstream's
     for (ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
         for (int64_t kv : { 512, 1024, 2048 }) {
-            cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 1, 1, 1, type, type, false, true));
+            cases.emplace_back(new test_kv_attn(64, 3, 3, kv, 1, 1, 1, type, type, false, CAUSAL));
             cases.emplace_back(new test_flash_attn_causal(64, 3, 3, kv, 1, type));
         }
-        cases.emplace_back(new test_kv_attn(64, 3, 3, 1536, 512, 1, 0, type, type, false, true));
+        cases.emplace_back(new test_kv_attn(64, 3, 3, 1536, 512, 1, 0, type, type, false, CAUSAL));
         cases.emplace_back(new test_flash_attn_causal(64, 3, 3, 1536, 512, type));
     }
 

@@ -109,9 +109,10 @@ struct few_worker {
     size_t         q_size;
     ggml_vec_dot_t vec_dot;                // if set: of K and q in q_type
 
-    // the cells of this thread
-    int64_t c0 = 0;
-    int64_t c1 = 0;
+    // the cells of this thread, and where those of the one before end
+    int64_t c0     = 0;
+    int64_t c1     = 0;
+    int64_t c_prev = 0;
 
     float * scratch(size_t pos) const { return scratch(pos, ith); }
 
@@ -128,27 +129,55 @@ struct few_worker {
 
     float * values(int thread, int turn) const { return scratch(l.values, thread) + turn*l.n_q*a.n_embd_v; }
 
-    // the cells that some query sees, all but those at the end that none does, in equal parts
-    void set_part(const query_block & block) {
-        float   mask[N_SPLIT];
-        int64_t n_seen = a.n_kv;
+    // some query sees some cell of [c, c + N_SPLIT)
+    bool is_seen(const query_block & block, int64_t c) const {
+        const int n = std::min<int64_t>(N_SPLIT, a.n_kv - c);
 
-        const auto sees = [&](int64_t t, int64_t c, int n) {
+        float mask[N_SPLIT];
+        return std::any_of(block.t, block.t + block.n, [&](int64_t t) {
             a.get_mask(mask, c, n, t);
             return std::any_of(mask, mask + n, [](float x) { return x != -INFINITY; });
-        };
-        while (n_seen > 0) {
-            const int n = n_seen%N_SPLIT ? n_seen%N_SPLIT : N_SPLIT;
-            if (std::any_of(block.t, block.t + block.n, [&](int64_t t) { return sees(t, n_seen - n, n); })) {
-                break;
+        });
+    }
+
+    // Each thread takes as many cells that are seen: those of a window may all stand in one half of the cache.
+    // If that makes a part too large for the scratch, all parts are of one size.
+    void set_part(const query_block & block) {
+        int64_t n_seen = 0;
+        for (int64_t c = 0; c < a.n_kv; c += N_SPLIT) {
+            n_seen += is_seen(block, c);
+        }
+        const int64_t n_part = std::max<int64_t>(1, (n_seen + nth - 1)/nth);
+
+        bool    fits  = true;
+        int64_t i     = 0;
+        int64_t begin = 0;
+
+        c_prev = c0 = c1 = 0;
+        for (int64_t c = 0; c < a.n_kv; c += N_SPLIT) {
+            if (!is_seen(block, c)) {
+                continue;
             }
-            n_seen -= n;
+            if (i%n_part == 0) {
+                begin = c;
+            }
+            const int64_t end = std::min<int64_t>(c + N_SPLIT, a.n_kv);
+            fits = fits && end - begin <= l.n_cells;
+
+            const int64_t thread = i++/n_part;
+            if (thread < ith) {
+                c_prev = c0 = c1 = end;
+            } else if (thread == ith) {
+                c0 = begin;
+                c1 = end;
+            }
         }
 
-        const int64_t n_part = GGML_PAD((n_seen + nth - 1)/nth, N_SPLIT);
-
-        c0 = std::min(n_seen, n_part*ith);
-        c1 = std::min(n_seen, n_part*(ith + 1));
+        if (!fits) {
+            const int64_t n = GGML_PAD((a.n_kv + nth - 1)/nth, N_SPLIT);
+            c_prev = c0 = std::min(a.n_kv, n*ith);
+            c1     = std::min(a.n_kv, n*(ith + 1));
+        }
     }
 
     void set_q(const query_block & block) {
@@ -437,8 +466,11 @@ struct few_worker {
                 continue;
             }
             ggml_vec_cpy_f32(n, row + c0, mass);
+
+            // no query sees these
+            std::fill(row + c_prev, row + c0, 0.0f);
             if (ith == nth - 1) {
-                std::fill(row + c1, row + a.n_kv, 0.0f); // no query sees these
+                std::fill(row + c1, row + a.n_kv, 0.0f);
             }
         }
     }
