@@ -84,6 +84,25 @@ def test_what_it_does_not_know_is_scored_beside_llama_cpps_attention(model, lib_
     lc.llama_free(context.ctx)
 
 
+def test_the_layers_of_a_window_follow(tmp_path, lib_dir):
+    """They have no scores; layer 0 is one of them."""
+    watch = Watch(lib_dir)
+    path = tiny_models.write_gemma3(tmp_path / "gemma3.gguf")
+    model = lc.llama_model_load_from_file(str(path).encode(), lc.llama_model_default_params())
+    context = Context(model, KVPolicy(**SMALL), watch=watch)
+    watch.take()
+    context.decode({0: TOKENS[:100]})
+    context.decode({0: TOKENS[100:101]})
+    assert watch.take() == set()
+    for token in TOKENS[101:103]:
+        context.decode({0: [token]})
+        assert watch.take() == {"attn"}
+    context.decode({0: TOKENS[103:150]})
+    assert watch.take() == {"attn"}
+    lc.llama_free(context.ctx)
+    lc.llama_model_free(model)
+
+
 def test_it_follows_the_cells_into_and_out_of_a_state(tiny):
     """Without gaps or with them, it goes on bit for bit as where it was saved."""
     runs = []
@@ -133,14 +152,16 @@ def test_without_a_cut_of_its_own_attention_stays_llama_cpps(model, lib_dir, sco
     lc.llama_free(context.ctx)
 
 
+@pytest.mark.parametrize("write", [tiny_models.write_llama, tiny_models.write_gemma3])
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize(
     ("type_kv", "rtol"),
     [(F32, 1e-4), (F16, 2e-2), (Q8_0, 5e-2)],  # llama.cpp rounds q and the softmax to these types
     ids=["f32", "f16", "q8_0"],
 )
-def test_results_and_scores_are_those_of_separate_ops(tiny, type_kv, rtol, flash_attn):
+def test_results_and_scores_are_those_of_separate_ops(tmp_path, write, type_kv, rtol, flash_attn):
     """Decode steps, a further prompt in tiles, and decode steps again."""
+    tiny = write(tmp_path / "tiny.gguf")
     if type_kv == Q8_0 and not flash_attn:
         pytest.skip("llama.cpp: quantised V needs flash attention")
     if type_kv == F32 and flash_attn:
