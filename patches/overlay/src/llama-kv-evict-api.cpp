@@ -344,6 +344,15 @@ bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {
     return evict && guarded(__func__, false, [&] { return evict->protect(p0, p1); });
 }
 
+bool llama_kv_evict_unprotect(llama_context * ctx) {
+    auto * evict = get_engine(ctx);
+    if (evict) {
+        evict->unprotect();
+    }
+
+    return evict;
+}
+
 bool llama_kv_evict_prompt(llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens) {
     auto * evict = get_engine(ctx, seq_id);
 
@@ -380,6 +389,52 @@ int32_t llama_kv_evict_keep(llama_context * ctx, llama_seq_id seq_id, const llam
     return guarded(__func__, -1, [&] {
         return evict->keep(*ctx, seq_id, pos && n_pos > 0 ? std::vector<llama_pos>(pos, pos + n_pos) : std::vector<llama_pos>());
     });
+}
+
+int32_t llama_kv_evict_close_gaps(llama_context * ctx, llama_seq_id seq_id, int32_t n_new, llama_pos * old, int32_t n_max) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict) {
+        return -1;
+    }
+
+    return guarded(__func__, -2, [&] {
+        const auto res = evict->close_gaps(*ctx, seq_id, std::max(0, n_new));
+        std::copy_n(res.begin(), old ? std::min<size_t>(std::max(0, n_max), res.size()) : 0, old);
+        return res.empty() ? -2 : (int32_t) res.size();
+    });
+}
+
+size_t llama_kv_evict_state_get(llama_context * ctx, llama_seq_id seq_id, void * dst, size_t n_max) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict) {
+        return 0;
+    }
+
+    return guarded(__func__, (size_t) 0, [&] {
+        const auto res = evict->get_state(*ctx, seq_id);
+        if (dst && res.size() <= n_max) {
+            std::copy(res.begin(), res.end(), (uint8_t *) dst);
+        }
+        return res.size();
+    });
+}
+
+bool llama_kv_evict_state_set(llama_context * ctx, llama_seq_id seq_id, const void * src, size_t n, char * err, size_t n_err) {
+    auto * evict = get_engine(ctx, seq_id);
+
+    std::string msg;
+    try {
+        msg = !evict ? "there is no engine, or no such sequence" : !src && n > 0 ? "there is no state" :
+            evict->set_state(*ctx, seq_id, (const uint8_t *) src, n);
+    } catch (const std::exception & e) {
+        msg = e.what();
+    }
+
+    if (err && n_err > 0) {
+        snprintf(err, n_err, "%s", msg.c_str());
+    }
+
+    return msg.empty();
 }
 
 bool llama_kv_evict_get_stats(llama_context * ctx, llama_kv_evict_stats * stats) {
