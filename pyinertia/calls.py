@@ -13,6 +13,7 @@ from pyinertia import _native
 from pyinertia.binding import llama_cpp
 from pyinertia.errors import PolicyError
 from pyinertia.policy import QUERY_SCORERS, KVPolicy
+from pyinertia.reuse import Cached, Closed
 from pyinertia.stats import KVStats
 
 
@@ -23,6 +24,7 @@ class EngineCalls(llama_cpp.Llama):
     _kv_refusal: str
     _kv_arguments: dict[str, Any]
     _kv_query_tokens: list[int]
+    _kv_closed: Closed
 
     @property
     def _kv_bounded(self) -> bool:
@@ -133,3 +135,21 @@ class EngineCalls(llama_cpp.Llama):
         if self._ctx.ctx is None:
             msg = "this Llama is closed"
             raise ValueError(msg)
+
+    def _cached(self) -> Cached:
+        """Return what the cache holds."""
+        ids, closed = self._input_ids, self._kv_closed
+        if self.n_tokens < closed.n_pos:  # taken back by hand
+            ids, closed = ids[: closed.n_whole], Closed()
+        if self._kv_refusal:
+            positions = np.arange(ids.size, dtype=np.int32)
+        else:
+            positions = self.kv_cells()["pos"]
+        return Cached(
+            tokens=np.append(np.array(closed.tokens, np.intc), ids[closed.n_pos :]),
+            positions=positions[positions < self.n_tokens],
+            n_tokens=self.n_tokens,
+            closed=closed,
+            pos_min=llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0),
+            n_swa=llama_cpp.llama_model_n_swa(self.model),
+        )

@@ -8,7 +8,7 @@ only the text beyond the last prompt and its reply is tokenized.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from pyinertia.calls import EngineCalls
 from pyinertia.errors import PolicyError
 from pyinertia.loading import IMAGE_HANDLERS, choice
 from pyinertia.policy import MAX_COUNT
-from pyinertia.reuse import Cached
 
 PROTECTS = ("system", None)
 SYSTEM_ROLES = ("system", "developer")
@@ -50,12 +49,15 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     n_system: int = 0
 
-    def continued(self, text: str, history: list[int], tokenizer: Tokenizer) -> list[int] | None:
+    def continued(
+        self, text: str, history: list[int], replies: Collection[str], tokenizer: Tokenizer
+    ) -> list[int] | None:
         """Return the tokens of a text that continues this prompt and its cached reply, or None.
 
         Args:
             text: The conversation, rendered anew.
             history: The cached tokens.
+            replies: What the assistant said so far, according to the caller.
             tokenizer: Of the model.
         """
         n = len(self.tokens)
@@ -67,8 +69,7 @@ class Conversation:
         reply = raw.decode("utf-8", "ignore")
         if reply.encode() != raw:
             return None  # cut within a character
-        # templates and callers trim replies
-        for said in (reply, reply.rstrip(), reply.lstrip(), reply.strip()):
+        for said in _as_rendered(reply, replies):
             if text.startswith(said, len(self.text)):
                 rest = text[len(self.text) + len(said) :].encode()
                 new = tokenizer.tokenize(rest, False, True)
@@ -76,6 +77,16 @@ class Conversation:
                 if tokenizer.detokenize(new, history, True) == rest:
                     return history + new
         return None
+
+
+def _as_rendered(reply: str, replies: Collection[str]) -> list[str]:
+    """The forms that a cached reply may have in a prompt: templates and callers trim it."""
+    forms, bare = [reply], reply.strip()
+    if bare and any(known.strip().startswith(bare) for known in replies):
+        forms.append(reply.lstrip())
+    if bare and any(known.strip() == bare for known in replies):
+        forms += [reply.rstrip(), bare]
+    return forms
 
 
 def system_texts(messages: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -133,12 +144,9 @@ class Chats(EngineCalls):
         """Load a model, see `pyinertia.Llama`."""
         self._kv_chat = Conversation()
         self._kv_next_chat: Conversation | None = None
-        self._kv_system_texts: list[str] | None = None
+        self._kv_messages: tuple[list[str], list[str]] | None = None  # system's, assistant's
         self._kv_n_system = 0
         super().__init__(*args, **kwargs)
-
-    def _cached(self) -> Cached:
-        raise NotImplementedError
 
     def create_chat_completion(
         self, messages: Any, *args: Any, protect: str | None = "system", **kwargs: Any
@@ -159,21 +167,24 @@ class Chats(EngineCalls):
         self._check_open()
         choice("protect", protect, PROTECTS)
         if self.kv_policy.evicts and not isinstance(self.chat_handler, IMAGE_HANDLERS):
-            self._kv_system_texts = system_texts(messages) if protect else []
+            replies = [m.get("content") for m in messages if m.get("role") == "assistant"]
+            said = [reply for reply in replies if isinstance(reply, str)]
+            self._kv_messages = system_texts(messages) if protect else [], said
         try:
             return super().create_chat_completion(messages, *args, **kwargs)
         finally:
-            self._kv_system_texts = None
+            self._kv_messages = None
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Return the tokens of a text, as `llama_cpp.Llama.tokenize` does."""
         # the first text that a chat handler tokenizes is the rendered conversation
-        texts, self._kv_system_texts = self._kv_system_texts, None
-        if texts is None:
+        said, self._kv_messages = self._kv_messages, None
+        if said is None:
             return super().tokenize(text, add_bos, special)
+        texts, replies = said
         prompt, tokenizer = text.decode("utf-8", "replace"), self.tokenizer_
         history = self._cached().tokens.tolist()
-        tokens = self._kv_chat.continued(prompt, history, tokenizer)
+        tokens = self._kv_chat.continued(prompt, history, replies, tokenizer)
         if tokens is None:
             tokens = super().tokenize(text, add_bos, special)
         n = n_system(texts, prompt, tokens, tokenizer, self._is_end)

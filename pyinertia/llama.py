@@ -23,7 +23,7 @@ from pyinertia.loading import (
     warn_budget,
 )
 from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
-from pyinertia.reuse import KV_REUSES, Cached, Closed, n_in_place, n_reused
+from pyinertia.reuse import KV_REUSES, Closed, n_in_place, n_reused
 
 CELL_PAD = 256  # llama.cpp rounds a cache up to this
 KV_POSITIONS = ("keep", "compact")
@@ -307,23 +307,6 @@ class Llama(Chats):
             raise ValueError(msg)
 
     # which tokens need no evaluation, see pyinertia/reuse.py
-
-    def _cached(self) -> Cached:
-        ids, closed = self._input_ids, self._kv_closed
-        if self.n_tokens < closed.n_pos:  # taken back by hand
-            ids, closed = ids[: closed.n_whole], Closed()
-        if self._kv_refusal:
-            positions = np.arange(ids.size, dtype=np.int32)
-        else:
-            positions = self.kv_cells()["pos"]
-        return Cached(
-            tokens=np.append(np.array(closed.tokens, np.intc), ids[closed.n_pos :]),
-            positions=positions[positions < self.n_tokens],
-            n_tokens=self.n_tokens,
-            closed=closed,
-            pos_min=llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0),
-            n_swa=llama_cpp.llama_model_n_swa(self.model),
-        )
 
     def _n_reused(self, prompt: Sequence[int]) -> int:
         if self.n_tokens == 0:

@@ -191,6 +191,8 @@ def _cells(llm: Llama) -> bytes:
 
 def _set_cells(llm: Llama, data: bytes, n_tokens: int) -> str:
     """Hand bytes to llama.cpp. Returns what is wrong with them, "" if they are in the cache."""
+    if int.from_bytes(data[:4], "little") > len(data):  # llama.cpp would allocate that much
+        return "it does not begin with the name of an architecture"
     array = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
     if llama_cpp.llama_state_set_data(llm.ctx, array, len(data)) != len(data):
         return "llama.cpp does not accept its cells (damaged, or of a cache of another shape)"

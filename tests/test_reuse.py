@@ -265,6 +265,19 @@ def test_a_template_that_trims_replies_still_appends(tiny, stream):
     assert llm.kv_stats().n_evicted > 0
 
 
+def test_a_reply_that_the_caller_went_on_writing_is_text(tiny):
+    """What the model ended with blanks, and the caller continued, has no blanks in it."""
+    formatter = Jinja2ChatFormatter(TRIMMED, eos_token="</s>", bos_token="<s>")
+    llm = load(tiny, n_ctx=2048, chat_handler=formatter.to_chat_handler())
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= "ab  "', verbose=False)
+    messages = [{"role": "user", "content": "hello"}]
+    llm.create_chat_completion(messages, max_tokens=20, grammar=grammar)
+    messages += [{"role": "assistant", "content": "ab and more"}, {"role": "user", "content": "?"}]
+    llm.create_chat_completion(messages, max_tokens=1, grammar=grammar)
+    text = llm.detokenize(llm._input_ids.tolist(), special=True)
+    assert text == b"<user>hello</s><assistant>ab and more</s><user>?</s><assistant>"
+
+
 def test_an_edited_history_is_no_continuation(tiny):
     llm, cold = (load(tiny, n_ctx=2048, chat_format="chatml") for _ in range(2))
     messages = [{"role": "system", "content": "Be short."}]
