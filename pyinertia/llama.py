@@ -154,6 +154,8 @@ class Llama(Chats):
             reason = f"{self._kv_named()} evicts nothing, so no gaps can be closed"
         elif self.draft_model is not None:
             reason = "a draft_model takes positions back"
+        elif self._logits_all:
+            reason = "logits_all=True numbers the logits by position"
         elif self._is_hybrid or not llama_cpp.llama_memory_can_shift(self._ctx.memory):
             reason = "the keys of this model cannot be rotated"
             if llama_cpp.llama_model_n_swa(self.model) and not self.context_params.swa_full:
@@ -359,6 +361,7 @@ class Llama(Chats):
         if self.n_tokens + n_new + n_query <= self._n_positions:
             return
         cached = self._cached()
+        self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         _native.prompt(self.ctx, 0, n_new if self._kv_phase == _PROMPT else 0)
         old = _native.close_gaps(self.ctx, 0, n_new + n_query)
         if old is None:
@@ -368,11 +371,10 @@ class Llama(Chats):
         def renumbered(pos: int) -> int:
             return int(np.searchsorted(old, pos)) + max(0, pos - self.n_tokens)
 
-        self._kv_ranges = [(renumbered(p0), renumbered(p1)) for p0, p1 in self._kv_ranges]
+        moved = [(renumbered(p0), renumbered(p1)) for p0, p1 in self._kv_ranges]
+        self._kv_ranges = [(p0, p1) for p0, p1 in moved if p0 < p1]
         self._kv_n_system = renumbered(self._kv_n_system)
         self.input_ids[: old.size] = self.input_ids[old]
-        if self._logits_all:
-            self.scores[: old.size] = self.scores[old]
         n_whole = min(cached.n_whole, n_in_place(old), n_in_place(self.kv_cells()["pos"]))
         self._kv_closed = Closed(cached.tokens.tolist(), old.size, n_whole)
         self.n_tokens = old.size

@@ -252,6 +252,21 @@ def test_a_saved_state_knows_the_tokens_that_left(tiny):
     assert positions(saved) == positions(restored)
 
 
+def test_a_state_saved_right_after_renumbering_is_whole(tiny):
+    """Keys are rotated at once, not with the next batch."""
+    llm, restored = load(tiny), load(tiny)
+    for token in TOKENS[:N_CTX]:
+        llm.eval([token])
+    llm._close_gaps(1)
+    assert llm.n_tokens == BUDGET - 1
+    restored.load_state(llm.save_state())
+    for token in TOKENS[N_CTX : N_CTX + 40]:
+        for one in (llm, restored):
+            one.eval([token])
+        assert np.allclose(logits(llm), logits(restored), atol=1e-2)
+        assert positions(llm) == positions(restored)
+
+
 def test_a_new_prompt_starts_from_the_first_position(tiny):
     llm, cold = load(tiny), load(tiny)
     list(islice(llm.generate(TOKENS[:50], temp=0.0), 2 * N_CTX))
@@ -270,6 +285,7 @@ def test_a_new_prompt_starts_from_the_first_position(tiny):
     [
         ({"kv_policy": None}, "kv_policy=None evicts nothing"),
         ({"draft_model": LlamaPromptLookupDecoding()}, "a draft_model takes positions back"),
+        ({"logits_all": True}, "logits_all=True numbers the logits by position"),
     ],
 )
 def test_what_cannot_be_renumbered_is_refused(tiny, kwargs, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tiny_models
 from helpers import logits, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from low_level import Context
 
 from pyinertia import KVPolicy, Llama, PolicyError, _native
 
@@ -106,6 +108,16 @@ def test_a_lazy_policy_continues_with_the_same_evictions(tiny):
             llm.eval([token])
         assert positions(restored) == positions(saved)
         assert np.allclose(logits(restored), logits(saved), atol=1e-2)
+
+
+def test_the_cache_of_a_sliding_window_is_part_of_it(tmp_path):
+    path = tiny_models.write_gemma3(tmp_path / "gemma3.gguf", n_window=32)
+    saved, restored = load(path), load(path)
+    saved.eval(TOKENS[:300])
+    play(saved, TOKENS[300:320])
+    restored.load_state(saved.save_state())
+    # the window's cells are packed, its sums have another order
+    assert_same(play(saved, TOKENS[320:380]), play(restored, TOKENS[320:380]), atol=1e-2)
 
 
 CONTINUE = """
@@ -417,6 +429,30 @@ def test_the_engine_refuses_what_is_not_its_own(tiny):
     assert not lib.llama_kv_evict_state_set(llm.ctx, 0, None, 10, None, 0)
     llm.eval(TOKENS[50:51])
     assert "other cells than the sequence" in _native.set_state(llm.ctx, 0, state)
+
+
+def test_one_sequence_moves_to_another_context(model):
+    """The C calls, beside llama.cpp's own for one sequence."""
+    source, target = Context(model, POLICY, n_seq=2), Context(model, POLICY, n_seq=2)
+    source.decode({0: TOKENS[:60], 1: TOKENS[100:400]})
+    for i in range(20):
+        source.decode({0: [TOKENS[60 + i]], 1: [TOKENS[400 + i]]})
+    size = llama_cpp.llama_state_seq_get_size(source.ctx, 1)
+    cells = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_seq_get_data(source.ctx, cells, size, 1) == size
+    engine = _native.get_state(source.ctx, 1)
+    target.decode({1: TOKENS[:30]})
+    assert _native.set_state(target.ctx, 0, engine).startswith("the state has other cells")
+    assert llama_cpp.llama_state_seq_set_data(target.ctx, cells, size, 0) == size
+    assert _native.set_state(target.ctx, 0, engine) == ""
+    target.n_past[0] = source.n_past[1]
+    for token in TOKENS[420:450]:
+        source.decode({1: [token]})
+        target.decode({0: [token]})
+        assert target.positions(0) == source.positions(1)
+    assert target.positions(1) == list(range(30))
+    for context in (source, target):
+        llama_cpp.llama_free(context.ctx)
 
 
 # caches of states

@@ -154,7 +154,7 @@ extern "C" {
 
     // Make the room that the next n_new tokens of the sequence need, as the batch itself would, and close the gaps in its
     // positions: they become 0 .. n-1 in order, scores and protected ranges follow. The newest positions that a sliding
-    // window sees keep their distances. K is rotated by the next llama_decode: save no state before it.
+    // window sees keep their distances.
     // Writes to old[q] the position that is q now, at most n_max of them. Returns n, -1 when there is no engine or sequence,
     // -2 when positions cannot be changed here (no K-shift, a recurrent part, protected ranges of several sequences).
     LLAMA_API int32_t llama_kv_evict_close_gaps(

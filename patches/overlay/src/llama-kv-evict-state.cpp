@@ -321,5 +321,9 @@ std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_se
         iswa->get_swa()->seq_add(seq_id, p_window, -1, n_below - p_window);
     }
 
+    // now, not with the next batch: K fits its positions if a state is saved before
+    lctx.memory_update(true);
+    n_copied = 0; // pending copies were applied, too
+
     return old;
 }
