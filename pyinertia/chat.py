@@ -89,12 +89,32 @@ def _as_rendered(reply: str, replies: Collection[str]) -> list[str]:
     return forms
 
 
-def system_texts(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the texts of the leading system messages."""
+@dataclass(frozen=True)
+class Said:
+    """What the messages of a chat say, as far as it matters here.
+
+    Attributes:
+        system: The texts of the leading system messages.
+        after: The first text after them, "" if there is none.
+        replies: The texts of the assistant.
+    """
+
+    system: list[str]
+    after: str
+    replies: list[str]
+
+
+def said(messages: Iterable[Mapping[str, Any]]) -> Said:
+    """Read the messages of a chat."""
+    listed = list(messages)
+    n = next((i for i, m in enumerate(listed) if m.get("role") not in SYSTEM_ROLES), len(listed))
+    replies = [m for m in listed if m.get("role") == "assistant"]
+    return Said(_texts(listed[:n]), "".join(_texts(listed[n : n + 1])[:1]), _texts(replies))
+
+
+def _texts(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     texts: list[str] = []
     for message in messages:
-        if message.get("role") not in SYSTEM_ROLES:
-            break
         content = message.get("content") or ""
         parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
         texts += [part.strip() for part in parts if part.strip()]
@@ -102,29 +122,35 @@ def system_texts(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def n_system(
-    texts: Iterable[str],
+    said: Said,
     prompt: str,
     tokens: list[int],
     tokenizer: Tokenizer,
     is_end: Callable[[int], bool],
 ) -> int | None:
-    """Return how many tokens of the prompt hold these texts, and all before; None if some do not.
+    """Return how many tokens of the prompt hold its system messages, and all before them.
 
     Args:
-        texts: What the system messages say.
+        said: What the messages say.
         prompt: The rendered conversation.
         tokens: Its tokens.
         tokenizer: Of the model.
         is_end: Whether a token ends a turn; the one behind the last text is counted in.
+
+    Returns:
+        The number of tokens, None if the prompt does not have all of these texts.
     """
     end = 0
-    for text in texts:
+    for text in said.system:
         start = prompt.find(text, end)
         if start < 0:
             return None
         end = start + len(text)
     if not end:
         return 0
+    # a short text may also stand in the template's own words, which come first
+    if said.after and (limit := prompt.find(said.after, end)) >= 0:
+        end = prompt.rfind(said.system[-1], 0, limit) + len(said.system[-1])
     # a BOS or a space that the tokenizer put before the text
     n_added = len(tokenizer.detokenize(tokens, None, True)) - len(prompt.encode())
     n_bytes = len(prompt[:end].encode()) + max(0, n_added)
@@ -144,7 +170,7 @@ class Chats(EngineCalls):
         """Load a model, see `pyinertia.Llama`."""
         self._kv_chat = Conversation()
         self._kv_next_chat: Conversation | None = None
-        self._kv_messages: tuple[list[str], list[str]] | None = None  # system's, assistant's
+        self._kv_said: Said | None = None
         self._kv_n_system = 0
         super().__init__(*args, **kwargs)
 
@@ -167,27 +193,26 @@ class Chats(EngineCalls):
         self._check_open()
         choice("protect", protect, PROTECTS)
         if self.kv_policy.evicts and not isinstance(self.chat_handler, IMAGE_HANDLERS):
-            replies = [m.get("content") for m in messages if m.get("role") == "assistant"]
-            said = [reply for reply in replies if isinstance(reply, str)]
-            self._kv_messages = system_texts(messages) if protect else [], said
+            self._kv_said = said(messages)
+            if protect is None:
+                self._kv_said = replace(self._kv_said, system=[])
         try:
             return super().create_chat_completion(messages, *args, **kwargs)
         finally:
-            self._kv_messages = None
+            self._kv_said = None
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Return the tokens of a text, as `llama_cpp.Llama.tokenize` does."""
         # the first text that a chat handler tokenizes is the rendered conversation
-        said, self._kv_messages = self._kv_messages, None
+        said, self._kv_said = self._kv_said, None
         if said is None:
             return super().tokenize(text, add_bos, special)
-        texts, replies = said
         prompt, tokenizer = text.decode("utf-8", "replace"), self.tokenizer_
         history = self._cached().tokens.tolist()
-        tokens = self._kv_chat.continued(prompt, history, replies, tokenizer)
+        tokens = self._kv_chat.continued(prompt, history, said.replies, tokenizer)
         if tokens is None:
             tokens = super().tokenize(text, add_bos, special)
-        n = n_system(texts, prompt, tokens, tokenizer, self._is_end)
+        n = n_system(said, prompt, tokens, tokenizer, self._is_end)
         if n is None:
             warnings.warn(
                 f"chat_format={self.chat_format!r} leaves the system message out of the prompt, or "

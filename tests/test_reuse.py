@@ -211,6 +211,17 @@ def test_protection_follows_the_system_message(tiny):
     assert not set(range(n_system)) <= set(positions(llm))
 
 
+@pytest.mark.parametrize("system", ["a", "system", "s", "user"])
+def test_a_system_message_of_a_word_is_not_mistaken_for_the_template(tiny, system):
+    llm = load(tiny, n_ctx=2048, kv_budget=120, chat_format="chatml")
+    messages = [{"role": "system", "content": system}]
+    talk(llm, messages, "hello " * 40, grammar=letters())
+    n_least = 1 + len(f"<|im_start|>system\n{system}")
+    n_most = 1 + len(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")
+    assert n_least <= llm._kv_n_system <= n_most
+    assert set(range(n_least)) <= set(positions(llm))
+
+
 def test_protect_none_ranks_the_system_message(tiny):
     llm = load(tiny, n_ctx=2048, kv_budget=60, chat_format="chatml")
     messages = [{"role": "system", "content": "x" * 200}]
