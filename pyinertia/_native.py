@@ -9,7 +9,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from pyinertia.policy import AGGREGATIONS, HEADS, SCORERS, KVPolicy
 LLAMA_CPP_PYTHON = "0.3.36"
 LLAMA_CPP_COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 CELL = np.dtype([("pos", np.int32), ("score", np.float32)])  # struct llama_kv_evict_cell
 PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"  # where llama_cpp looks for its library, once, at import
 REBUILD = (
@@ -107,6 +107,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # LLAMA_API bool llama_kv_evict_protect(
     #         struct llama_context * ctx, llama_pos p0, llama_pos p1);
     "llama_kv_evict_protect": (ctypes.c_bool, [_CTX, ctypes.c_int32, ctypes.c_int32]),
+    # LLAMA_API bool llama_kv_evict_unprotect(struct llama_context * ctx);
+    "llama_kv_evict_unprotect": (ctypes.c_bool, [_CTX]),
     # LLAMA_API bool llama_kv_evict_prompt(
     #         struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
     "llama_kv_evict_prompt": (ctypes.c_bool, [_CTX, ctypes.c_int32, ctypes.c_int32]),
@@ -126,6 +128,26 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_kv_evict_keep": (
         ctypes.c_int32,
         [_CTX, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32],
+    ),
+    # LLAMA_API int32_t llama_kv_evict_close_gaps(
+    #         struct llama_context * ctx, llama_seq_id seq_id,
+    #         int32_t n_new, llama_pos * old, int32_t n_max);
+    "llama_kv_evict_close_gaps": (
+        ctypes.c_int32,
+        [_CTX, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32],
+    ),
+    # LLAMA_API size_t llama_kv_evict_state_get(
+    #         struct llama_context * ctx, llama_seq_id seq_id, void * dst, size_t n_max);
+    "llama_kv_evict_state_get": (
+        ctypes.c_size_t,
+        [_CTX, ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t],
+    ),
+    # LLAMA_API bool llama_kv_evict_state_set(
+    #         struct llama_context * ctx, llama_seq_id seq_id, const void * src, size_t n,
+    #         char * err, size_t n_err);
+    "llama_kv_evict_state_set": (
+        ctypes.c_bool,
+        [_CTX, ctypes.c_int32, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
     ),
     # LLAMA_API bool llama_kv_evict_get_stats(
     #         struct llama_context * ctx, struct llama_kv_evict_stats * stats);
@@ -265,7 +287,14 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
         if not lib.llama_kv_evict_set_layer_weights(ctx, weights.ctypes.data, weights.size):
             needed = lib.llama_kv_evict_n_layer(ctx)
             return f"layer_weights has {weights.size} weights, it has {needed} scored layers"
-    for p0, p1 in policy.protect:
+    return protect(ctx, policy.protect)
+
+
+def protect(ctx: int, ranges: Iterable[tuple[int, int]]) -> str:
+    """Protect these position ranges and no others. Returns why it cannot be, "" if all is well."""
+    lib = load()
+    lib.llama_kv_evict_unprotect(ctx)
+    for p0, p1 in ranges:
         if not lib.llama_kv_evict_protect(ctx, p0, p1):
             return f"the budget has no room for the protected positions [{p0}, {p1})"
     return ""
@@ -302,6 +331,37 @@ def keep(ctx: int, seq_id: int, positions: npt.NDArray[np.int32]) -> int:
         ctx, seq_id, contiguous.ctypes.data, contiguous.size
     )
     return n_evicted
+
+
+def close_gaps(ctx: int, seq_id: int, n_new: int) -> npt.NDArray[np.int32] | None:
+    """Make room for n_new tokens and renumber the resident positions 0, 1, ...
+
+    Returns the old position of each new one, [n]; None where positions cannot be changed.
+    """
+    lib = load()
+    found = cells(ctx, seq_id)
+    if found is None or not found.size:
+        return None
+    old = np.zeros(int(found["pos"][-1]) + 1, np.int32)
+    n = lib.llama_kv_evict_close_gaps(ctx, seq_id, n_new, old.ctypes.data, old.size)
+    return old[:n] if n > 0 else None
+
+
+def get_state(ctx: int, seq_id: int) -> bytes:
+    """Return what the engine knows about a sequence; b"" without an engine."""
+    lib = load()
+    size = lib.llama_kv_evict_state_get(ctx, seq_id, None, 0)
+    data = ctypes.create_string_buffer(size)
+    lib.llama_kv_evict_state_get(ctx, seq_id, data, size)
+    return data.raw[:size]
+
+
+def set_state(ctx: int, seq_id: int, data: bytes) -> str:
+    """Take over what `get_state` returned, b"" to forget. Returns why it cannot be, "" if so."""
+    message = ctypes.create_string_buffer(1024)
+    if load().llama_kv_evict_state_set(ctx, seq_id, data, len(data), message, len(message)):
+        return ""
+    return message.value.decode("utf-8", "replace") or "the library gave no reason"
 
 
 def stats(ctx: int) -> dict[str, Any]:

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from difflib import get_close_matches
-from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pyinertia import _native
+from pyinertia import _native, state
+from pyinertia.binding import BaseLlamaCache, llama_cpp
+from pyinertia.chat import Chats
 from pyinertia.errors import ModelError, PolicyError
-from pyinertia.policy import QUERY_SCORERS, KVPolicy, resolve_policy
-from pyinertia.stats import KVStats
-
-_native.load()  # before llama_cpp is imported: it decides which library llama_cpp gets
-
-import llama_cpp  # noqa: E402
-
-# names that llama_cpp.server and LangChain still pass, though the parent ignores them
-LEGACY_KEYWORDS = frozenset(
-    {"f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps", "rpc_servers"}
+from pyinertia.loading import (
+    check_keywords,
+    choice,
+    explain,
+    n_ctx_train,
+    refuse_unservable,
+    warn_budget,
 )
-LEAST_USEFUL_BUDGET = 256
+from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
+from pyinertia.reuse import KV_REUSES, Closed, n_in_place, n_reused
+
 CELL_PAD = 256  # llama.cpp rounds a cache up to this
+KV_POSITIONS = ("keep", "compact")
 
 _PROMPT, _DECODE = "prompt", "decode"
 
 
-class Llama(llama_cpp.Llama):
+class Llama(Chats):
     """A llama.cpp model whose KV cache keeps only the cells worth keeping.
 
     Everything `llama_cpp.Llama` does works unchanged. A prompt that continues all tokens in the
-    cache is appended to them. Any other prompt reuses the prefix it shares with the cache only
-    while that prefix is whole; once cells were evicted it is evaluated afresh.
+    cache is appended to them; what another prompt reuses, `kv_reuse` says.
     """
 
     _kv_compact = True  # tests leave the holes of a cut in place with False
@@ -52,6 +48,8 @@ class Llama(llama_cpp.Llama):
         kv_budget: int | float | None = None,
         kv_refresh: int | None = None,
         kv_prefill: str | None = None,
+        kv_reuse: str = "append",
+        kv_positions: str = "keep",
         **kwargs: Any,
     ) -> None:
         """Load a model.
@@ -66,6 +64,15 @@ class Llama(llama_cpp.Llama):
             kv_prefill: "full" or "bounded". Replaces the policy's prefill. With "bounded" the cache
                 has n_budget + n_batch cells (rounded up to 256, and never fewer than a sliding
                 window needs), whatever n_ctx says.
+            kv_reuse: What a prompt reuses of a cache from which cells were evicted.
+                "append": all of it, if the prompt continues all its tokens; if it departs earlier,
+                the positions before the departure and before the first evicted one.
+                "strict": nothing, so that answers do not depend on earlier prompts' evictions.
+                "lossy": a prompt that departs also reuses what is left below the departure.
+            kv_positions: What happens when n_ctx positions are used up. "keep": an error, as in
+                llama_cpp.Llama. "compact": the resident positions are renumbered 0, 1, ... and
+                generation goes on, without end if max_tokens is None. n_tokens and input_ids then
+                describe the kept tokens. Keys are rotated, and rounded, anew each time.
             **kwargs: The keywords of `llama_cpp.Llama`. With a policy that evicts, swa_full is
                 False unless it is given.
 
@@ -76,38 +83,44 @@ class Llama(llama_cpp.Llama):
         """
         self._kv_refusal = "the model is not loaded"
         self._kv_phase: str | None = None
-        self._kv_arguments: dict[str, Any] = {
+        policy: dict[str, Any] = {
             "kv_policy": kv_policy,
             "kv_budget": kv_budget,
             "kv_refresh": kv_refresh,
             "kv_prefill": kv_prefill,
         }
+        self._kv_arguments = {**policy, "kv_reuse": kv_reuse, "kv_positions": kv_positions}
         self._kv_query_tokens: list[int] = []
-        self.kv_policy = resolve_policy(**self._kv_arguments)
-        _check_keywords(kwargs)
+        self._kv_closed = Closed()
+        self._kv_sampler: Any = None
+        self._kv_states: BaseLlamaCache | None = None
+        choice("kv_reuse", kv_reuse, KV_REUSES)
+        choice("kv_positions", kv_positions, KV_POSITIONS)
+        self.kv_policy = resolve_policy(**policy)
+        self._kv_ranges = list(self.kv_policy.protect)
+        check_keywords(kwargs, self._kv_arguments)
         if self.kv_policy.evicts:
-            self._refuse_unservable(kwargs)
+            refuse_unservable(kwargs, self._kv_named())
             if kwargs.get("swa_full") is None:
                 kwargs["swa_full"] = False
         path = os.fspath(model_path)
         if self._kv_bounded and kwargs.get("n_ctx") == 0:
-            kwargs["n_ctx"] = _n_ctx_train(path)
+            kwargs["n_ctx"] = n_ctx_train(path)
         try:
             super().__init__(path, **kwargs)
         except ValueError as error:
             self.close()
-            if reason := _explain(error, path):
+            if reason := explain(error, path):
                 raise ModelError(reason) from error
             raise
         # the native context has other cells than positions, or is padded to 256
-        self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
+        self._n_positions = self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
         self._check_adapter()
-        self._warn_budget()
+        warn_budget(self.kv_policy, self._n_positions)
         self._attach()
-
-    @property
-    def _kv_bounded(self) -> bool:
-        return self.kv_policy.prefill == "bounded"
+        if kv_positions == "compact":
+            self._check_compact()
+            self._n_ctx = MAX_COUNT  # where the parent ends completions
 
     @property
     def _model(self) -> llama_cpp._internals.LlamaModel:
@@ -135,22 +148,22 @@ class Llama(llama_cpp.Llama):
             msg = f"lora_path={self.lora_path!r} is not a LoRA adapter for this model"
             raise ModelError(msg)
 
-    def _warn_budget(self) -> None:
-        budget = self.kv_policy.n_budget
-        if not self.kv_policy.evicts or isinstance(budget, float):
-            return
+    def _check_compact(self) -> None:
         reason = ""
-        if budget >= self._n_ctx:
-            reason = (
-                f"is never reached in n_ctx={self._n_ctx}; "
-                "pass a smaller kv_budget, or a larger n_ctx"
-            )
-        elif budget < LEAST_USEFUL_BUDGET:
-            reason = (
-                f"is below {LEAST_USEFUL_BUDGET}, where quality falls off and speed no longer gains"
-            )
+        if not self.kv_policy.evicts:
+            reason = f"{self._kv_named()} evicts nothing, so no gaps can be closed"
+        elif self.draft_model is not None:
+            reason = "a draft_model takes positions back"
+        elif self._logits_all:
+            reason = "logits_all=True numbers the logits by position"
+        elif self._is_hybrid or not llama_cpp.llama_memory_can_shift(self._ctx.memory):
+            reason = "the keys of this model cannot be rotated"
+            if llama_cpp.llama_model_n_swa(self.model) and not self.context_params.swa_full:
+                reason += " in the small cache of a sliding window (swa_full=True allows it)"
         if reason:
-            warnings.warn(f"a KV budget of {budget} cells {reason}", UserWarning, stacklevel=3)
+            self.close()
+            msg = f"kv_positions='compact': {reason}; use kv_positions='keep' and a larger n_ctx"
+            raise PolicyError(msg)
 
     def _attach(self) -> None:
         n_ctx = self._n_ctx if self._kv_bounded else 0
@@ -164,131 +177,7 @@ class Llama(llama_cpp.Llama):
             )
             raise PolicyError(msg)
 
-    def _refuse_unservable(self, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("embedding"):
-            msg = (
-                f"{self._kv_named()} needs a model that generates, embedding=True does not; "
-                "use kv_policy=None"
-            )
-            raise PolicyError(msg)
-        formats = llama_cpp.llama_chat_format
-        images = (formats.Llava15ChatHandler, formats.MTMDChatHandler)
-        if isinstance(kwargs.get("chat_handler"), images):
-            msg = (
-                f"{self._kv_named()} does not serve images, whose cells may share a position; "
-                "use kv_policy=None with this chat_handler"
-            )
-            raise PolicyError(msg)
-
-    def _kv_named(self) -> str:
-        return f"kv_policy={self._kv_arguments['kv_policy']!r}"
-
-    # what the engine knows
-
-    def kv_cells(self, seq_id: int = 0) -> npt.NDArray[np.void]:
-        """Return the resident cells of a sequence.
-
-        Returns:
-            Structured array [n_resident] with fields pos (int32) and score (float32), by position.
-        """
-        ctx = self._kv_ctx()
-        known = isinstance(seq_id, Integral) and 0 <= seq_id < 2**31
-        cells = _native.cells(ctx, int(seq_id)) if known else None
-        if cells is None:
-            msg = f"seq_id={seq_id!r}: this context has no such sequence; use 0"
-            raise ValueError(msg)
-        return cells
-
-    def kv_stats(self) -> KVStats:
-        """Return the engine's counters."""
-        return KVStats(**_native.stats(self._kv_ctx()))
-
-    def kv_evict(self, keep: Iterable[int]) -> int:
-        """Keep exactly these positions and the newest one; evict the rest, sinks included.
-
-        Args:
-            keep: Positions, each of them resident.
-
-        Returns:
-            The number of evicted cells.
-
-        Raises:
-            ValueError: A position is not resident, or not a whole number; nothing is evicted then.
-        """
-        ctx = self._kv_ctx()
-        listed = np.asarray(list(keep))
-        if listed.size and (listed.ndim != 1 or listed.dtype.kind not in "iu"):
-            msg = f"kv_evict(keep={keep!r}): keep must be positions, whole numbers"
-            raise ValueError(msg)
-        absent = np.setdiff1d(listed, self.kv_cells()["pos"])
-        if absent.size:
-            msg = (
-                f"kv_evict: positions {absent[:8].tolist()} are not resident; "
-                "kv_cells()['pos'] lists those that are"
-            )
-            raise ValueError(msg)
-        return _native.keep(ctx, 0, np.unique(listed).astype(np.int32))
-
-    def kv_query(self, text: str | None) -> None:
-        """Name what the next prompts will be asked, so that a bounded prefill keeps it.
-
-        While a prompt enters, the text is shown to the model after each batch, and the attention
-        of its last n_window tokens ranks the cells; it leaves again before the next batch.
-
-        Args:
-            text: The question, in the words of the prompt. None: no question from here on.
-
-        Raises:
-            PolicyError: The policy's prefill is not "bounded", its scorer does not look at queries,
-                or the model is a hybrid, whose recurrent part cannot take the question back.
-            ValueError: The question is empty, or longer than half of n_batch, or than n_ubatch in
-                a model with sliding windows.
-        """
-        self._kv_ctx()
-        if text is None:
-            self._kv_query_tokens = []
-            return
-        if not self._kv_bounded:
-            msg = f"kv_query needs kv_prefill='bounded', {self._kv_named()} prefills whole prompts"
-            raise PolicyError(msg)
-        if self.kv_policy.scorer not in QUERY_SCORERS:
-            msg = (
-                f"kv_query needs a scorer that looks at queries ({', '.join(QUERY_SCORERS)}), "
-                f"{self._kv_named()} does not"
-            )
-            raise PolicyError(msg)
-        if self._is_hybrid:
-            msg = "kv_query cannot run on a hybrid model; put the question before the document"
-            raise PolicyError(msg)
-        tokens = self.tokenize(text.encode(), add_bos=False, special=True)
-        if not tokens:
-            msg = f"kv_query: {text!r} has no tokens; give a question, or None for none"
-            raise ValueError(msg)
-        n_most, name = self.n_batch // 2, "half of n_batch"
-        if llama_cpp.llama_model_n_swa(self.model) and n_most > self.context_params.n_ubatch:
-            # a second ubatch would take cells from the window that the next token needs
-            n_most, name = self.context_params.n_ubatch, "n_ubatch"
-        if len(tokens) > n_most:
-            msg = (
-                f"kv_query: {len(tokens)} tokens are more than {name}, {n_most}; shorten the "
-                f"question, or create the Llama with a larger {name.split()[-1]}"
-            )
-            raise ValueError(msg)
-        self._kv_query_tokens = tokens
-
-    def _kv_ctx(self) -> int:
-        self._check_open()
-        if self._kv_refusal:
-            msg = f"this context has no eviction engine: {self._kv_refusal}"
-            raise PolicyError(msg)
-        return self.ctx
-
-    def _check_open(self) -> None:
-        if self._ctx.ctx is None:
-            msg = "this Llama is closed"
-            raise ValueError(msg)
-
-    # what the parent does, with the engine told
+    # evaluation: the engine is told what is prompt
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after those in the cache.
@@ -300,11 +189,16 @@ class Llama(llama_cpp.Llama):
             ValueError: There is no room for them in n_ctx; nothing is evaluated then.
         """
         self._check_open()
+        if self.n_tokens == 0 and self._kv_closed.tokens:
+            self.reset()
+        phase = self._kv_phase
+        if phase is None:
+            phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
+        if self.n_tokens + len(tokens) > self._n_positions and self._kv_closes:
+            self._eval_parts(tokens, phase)
+            return
         self._check_room(self.n_tokens + len(tokens))
         if not self._kv_refusal:
-            phase = self._kv_phase
-            if phase is None:
-                phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
             _native.prompt(self.ctx, 0, len(tokens) if phase == _PROMPT else 0)
             if phase == _PROMPT and self._kv_query_tokens:
                 tokens = self._eval_probed(tokens)
@@ -342,11 +236,34 @@ class Llama(llama_cpp.Llama):
         if not len(tokens) and (reset or self._requires_eval):
             msg = "generate() needs at least one token to start from"
             raise ValueError(msg)
-        self._check_room(len(tokens) + (0 if reset else self.n_tokens))
-        if reset and not self._kv_reusable(tokens):
-            self.reset()
-        phase, reply = _PROMPT, None
-        with closing(super().generate(tokens, *args, **kwargs)) as stream:
+        if reset:
+            tokens = self._reuse(tokens)
+        elif not self._kv_closes:
+            self._check_room(len(tokens) + self.n_tokens)
+        if self.n_tokens + len(tokens) > self._n_positions:
+            # the parent counts on n_tokens, so the gaps are closed before it looks
+            self._kv_phase = _PROMPT
+            try:
+                self._eval_parts(tokens[:-1], _PROMPT)
+                self._close_gaps(1)
+            finally:
+                self._kv_phase = None
+            tokens = tokens[-1:]
+        call.arguments["reset"] = False
+        phase = _PROMPT
+        due: list[int] | None = tokens
+        self._kv_sampler = None
+        while due is not None:
+            call.arguments["tokens"] = due
+            due = yield from self._generate_here(call, phase)
+            phase = _DECODE
+
+    def _generate_here(
+        self, call: inspect.BoundArguments, phase: str
+    ) -> Generator[int, Sequence[int] | None, list[int] | None]:
+        """Generate until positions have to be renumbered; return the tokens that come then."""
+        reply = None
+        with closing(super().generate(*call.args, **call.kwargs)) as stream:
             while True:
                 self._check_open()
                 # a draft model sends several tokens per decode step, so sizes do not tell
@@ -354,63 +271,151 @@ class Llama(llama_cpp.Llama):
                 try:
                     token = stream.send(reply)
                 except StopIteration:
-                    return
+                    return None
                 finally:
                     self._kv_phase = None
                 phase = _DECODE
                 reply = yield token
+                new = [token, *(reply or ())]
+                if self._kv_closes and self.n_tokens + len(new) > self._n_positions:
+                    break
+        self._kv_phase = _DECODE
+        try:
+            self._close_gaps(len(new))
+        finally:
+            self._kv_phase = None
+        self._kv_sampler = self._sampler
+        return new
+
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        # a grammar, penalties and the random numbers go on over a renumbering
+        kept, self._kv_sampler = self._kv_sampler, None
+        return kept or super()._init_sampler(*args, **kwargs)
 
     def reset(self) -> None:
         """Forget all tokens; the cells of the sequence leave at once."""
         super().reset()  # type: ignore[no-untyped-call]
+        self._kv_closed = Closed()
         if self._ctx.ctx is not None and not self._kv_refusal:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)
-
-    def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Restore a saved state. Cells that were evicted stay so, scores start again.
-
-        Raises:
-            ValueError: The state holds more tokens than n_ctx; the cache stays as it is.
-        """
-        self._check_open()
-        self._check_room(state.n_tokens)
-        ids = self.input_ids
-        try:
-            super().load_state(state)
-        except Exception:
-            self.reset()
-            raise
-        finally:  # the parent takes the state's array, which may be of another n_ctx
-            if self.input_ids is not ids:
-                ids[: self.n_tokens] = self.input_ids[: self.n_tokens]
-                self.input_ids = ids
-
-    def save_state(self) -> llama_cpp.LlamaState:
-        """Save tokens and cells; the scores are not part of it."""
-        self._check_open()
-        return super().save_state()
-
-    def _kv_reusable(self, tokens: Sequence[int]) -> bool:
-        # the engine knows which positions are resident, whatever happened to n_tokens since
-        if self._kv_refusal or self.n_tokens == 0:
-            return True
-        n = self.n_tokens
-        if list(tokens[:n]) == self._input_ids.tolist() and (
-            len(tokens) > n or not self._requires_eval
-        ):
-            return True
-        n_resident = np.count_nonzero(self.kv_cells()["pos"] < n)
-        # a sliding window's own cache forgets its start without the engine
-        pos_min = llama_cpp.llama_memory_seq_pos_min(self._ctx.memory, 0)
-        return bool(n_resident == n and pos_min == 0)
+            self._protect(list(self.kv_policy.protect), 0)
 
     def _check_room(self, n_tokens: int) -> None:
-        if n_tokens > self._n_ctx:
+        if n_tokens > self._n_positions:
             msg = (
-                f"{n_tokens} tokens exceed the context window of {self._n_ctx}; "
+                f"{n_tokens} tokens exceed the context window of {self._n_positions}; "
                 "shorten the prompt, or create the Llama with a larger n_ctx"
             )
             raise ValueError(msg)
+
+    # which tokens need no evaluation, see pyinertia/reuse.py
+
+    def _n_reused(self, prompt: Sequence[int]) -> int:
+        if self.n_tokens == 0:
+            return 0
+        reuse = str(self._kv_arguments["kv_reuse"])
+        return n_reused(self._cached(), prompt, reuse, has_logits=not self._requires_eval)
+
+    def _reuse(self, prompt: list[int]) -> list[int]:
+        """Cut the cache down to what the prompt reuses, and return the tokens beyond that."""
+        n = self._n_reused(prompt)
+        n_pos, n_new = self._cached().position(n), len(prompt) - n
+        if not self._kv_closes:
+            self._check_room(n_pos + n_new)
+        elif not self._kv_bounded and n_new >= self._n_positions:
+            msg = (
+                f"{n_new} new tokens exceed the {self._n_positions} cells; shorten the prompt, or "
+                "create the Llama with kv_prefill='bounded' or a larger n_ctx"
+            )
+            raise ValueError(msg)
+        if n == 0 or (n_pos < self.n_tokens and not self._ctx.kv_cache_seq_rm(-1, n_pos, -1)):
+            self.reset()
+            n = 0
+        elif n_pos < self.n_tokens:
+            self.n_tokens = n_pos
+            self._requires_eval = True
+        self._begin_prompt(prompt)
+        return prompt[n:]
+
+    # positions without end
+
+    @property
+    def _kv_closes(self) -> bool:
+        return bool(self._kv_arguments["kv_positions"] == "compact")
+
+    def _eval_parts(self, tokens: Sequence[int], phase: str) -> None:
+        """Evaluate more tokens than there are positions: before each batch gaps are closed."""
+        n_query = len(self._kv_query_tokens) if phase == _PROMPT else 0
+        n_step = self.n_batch - n_query
+        before, self._kv_phase = self._kv_phase, phase
+        try:
+            for start in range(0, len(tokens), n_step):
+                part = tokens[start : start + n_step]
+                self._close_gaps(len(part), n_query)
+                self.eval(part)
+        finally:
+            self._kv_phase = before
+
+    def _close_gaps(self, n_new: int, n_query: int = 0) -> None:
+        """Renumber the resident positions if n_new more, and a question, would pass n_ctx."""
+        if self.n_tokens + n_new + n_query <= self._n_positions:
+            return
+        cached = self._cached()
+        self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        _native.prompt(self.ctx, 0, n_new if self._kv_phase == _PROMPT else 0)
+        old = _native.close_gaps(self.ctx, 0, n_new + n_query)
+        if old is None:
+            msg = "the positions cannot be renumbered; create the Llama with a larger n_ctx"
+            raise RuntimeError(msg)
+
+        def renumbered(pos: int) -> int:
+            return int(np.searchsorted(old, pos)) + max(0, pos - self.n_tokens)
+
+        moved = [(renumbered(p0), renumbered(p1)) for p0, p1 in self._kv_ranges]
+        self._kv_ranges = [(p0, p1) for p0, p1 in moved if p0 < p1]
+        self._kv_n_system = renumbered(self._kv_n_system)
+        self.input_ids[: old.size] = self.input_ids[old]
+        n_whole = min(cached.n_whole, n_in_place(old), n_in_place(self.kv_cells()["pos"]))
+        self._kv_closed = Closed(cached.tokens.tolist(), old.size, n_whole)
+        self.n_tokens = old.size
+        if self.n_tokens + n_new > self._n_positions:
+            msg = (
+                f"{n_new} more tokens exceed the context window of {self._n_positions}, of which "
+                f"{self.n_tokens} are resident; use kv_prefill='bounded', or a larger n_ctx"
+            )
+            raise ValueError(msg)
+
+    # states, see pyinertia/state.py
+
+    def save_state(self) -> state.LlamaState:
+        """Save all that the next tokens depend on: tokens, cells, their scores, counters.
+
+        The state can be pickled, and loaded in another process.
+        """
+        self._check_open()
+        return state.save(self)
+
+    def load_state(self, saved: llama_cpp.LlamaState) -> None:
+        """Restore a saved state; what was evicted stays so, and the next evictions are the same.
+
+        A state of `llama_cpp.Llama`, or of one that evicts nothing, is ranked like a prompt.
+
+        Raises:
+            ValueError: The state is damaged, of another model or version, or larger than n_ctx or
+                the cache; the cache stays as it is.
+            PolicyError: Its cells were ranked by another rule than this policy's.
+        """
+        self._check_open()
+        state.load(self, saved)
+
+    @property
+    def cache(self) -> state.StateCache | None:
+        """The cache of states, see `llama_cpp.Llama.set_cache`."""
+        return None if self._kv_states is None else state.StateCache(self._kv_states, self)
+
+    @cache.setter
+    def cache(self, cache: BaseLlamaCache | None) -> None:
+        self._kv_states = cache.states if isinstance(cache, state.StateCache) else cache
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
@@ -420,52 +425,3 @@ class Llama(llama_cpp.Llama):
         """Free the model; also after a constructor that failed half-way."""
         if "_stack" in self.__dict__:
             super().close()
-
-
-def _check_keywords(kwargs: dict[str, Any]) -> None:
-    """Drop legacy keywords from kwargs with a warning and raise TypeError for unknown ones."""
-    known = {"model_path", "kv_policy", "kv_budget", "kv_refresh", "kv_prefill"}
-    known |= set(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
-    legacy = sorted(LEGACY_KEYWORDS & (kwargs.keys() - known))
-    for name in legacy:
-        del kwargs[name]
-    if legacy:
-        warnings.warn(
-            f"{', '.join(legacy)}: llama_cpp.Llama no longer has these keywords and ignores them; "
-            "leave them out",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    for name in sorted(kwargs.keys() - known):
-        nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-        msg = (
-            f"Llama() got an unexpected keyword argument {name!r}; the nearest known one is "
-            f"{nearest!r}"
-        )
-        raise TypeError(msg)
-
-
-def _n_ctx_train(path: str) -> int:
-    """Return the positions a model was trained for, 0 if its file cannot be read."""
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    try:
-        model = llama_cpp._internals.LlamaModel(path_model=path, params=params, verbose=False)
-    except ValueError:
-        return 0
-    with closing(model):
-        metadata = model.metadata()
-        architecture = metadata.get("general.architecture", "")
-        return int(metadata.get(f"{architecture}.context_length", 0))
-
-
-def _explain(error: ValueError, path: str) -> str:
-    """Return what is wrong with the file, "" if the error is about something else."""
-    if not Path(path).exists():
-        return f"{path} does not exist; check model_path"
-    if "load model" in str(error):
-        return (
-            f"{path} is not a complete GGUF model that this llama.cpp can read; download it again, "
-            "or pass verbose=True to see why"
-        )
-    return ""

@@ -6,7 +6,8 @@ arrays. It uses llama-cpp-python's plain bindings only, nothing of pyinertia.
 A job is a dict with
     model       path of the GGUF
     context     fields of llama_context_params: n_ctx, n_threads, flash_attn, type_k, type_v
-    steps       list of ["eval", tokens] and ["rm", positions]
+    steps       list of ["eval", tokens], ["rm", positions] and ["add", [p0, p1, shift]s]: the last
+                of these also shifts the next position
     n_capture   queries at the end of every eval whose attention is captured, 0 for none
 and the result has
     logits      float32 [n_eval, n_vocab], after the last token of every eval
@@ -125,6 +126,11 @@ def main(job: dict, out: str) -> None:
         if step == "rm":
             for pos in values:
                 assert lc.llama_memory_seq_rm(memory, 0, pos, pos + 1)
+            continue
+        if step == "add":
+            for p0, p1, shift in values:
+                lc.llama_memory_seq_add(memory, 0, p0, p1, shift)
+            n_past += values[-1][2]
             continue
         for i in range(0, len(values), params.n_batch):
             part = values[i : i + params.n_batch]

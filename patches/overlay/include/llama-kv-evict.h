@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 // bump on any change of a struct or of the meaning of a call below
-#define LLAMA_KV_EVICT_ABI_VERSION 3
+#define LLAMA_KV_EVICT_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -124,6 +124,9 @@ extern "C" {
     // Returns false when there is no engine, the range is empty or the budget has no room for it.
     LLAMA_API bool llama_kv_evict_protect(struct llama_context * ctx, llama_pos p0, llama_pos p1);
 
+    // Protect nothing but the sinks from here on. Returns false when there is no engine.
+    LLAMA_API bool llama_kv_evict_unprotect(struct llama_context * ctx);
+
     // The next n_tokens tokens of the sequence are prompt, those after them are decode steps, whatever their batch sizes.
     // n_tokens < 0 returns to the default: several tokens of a sequence in one batch are prompt, a single one is not.
     LLAMA_API bool llama_kv_evict_prompt(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens);
@@ -148,6 +151,34 @@ extern "C" {
             llama_seq_id seq_id,
             const llama_pos * pos,
             int32_t n_pos);
+
+    // Make the room that the next n_new tokens of the sequence need, as the batch itself would, and close the gaps in its
+    // positions: they become 0 .. n-1 in order, scores and protected ranges follow. The newest positions that a sliding
+    // window sees keep their distances.
+    // Writes to old[q] the position that is q now, at most n_max of them. Returns n, -1 when there is no engine or sequence,
+    // -2 when positions cannot be changed here (no K-shift, a recurrent part, protected ranges of several sequences).
+    LLAMA_API int32_t llama_kv_evict_close_gaps(
+            struct llama_context * ctx,
+            llama_seq_id seq_id,
+            int32_t n_new,
+            llama_pos * old,
+            int32_t n_max);
+
+    // What the engine knows about the sequence beyond the cells themselves: scores, marks, phase, counters. llama.cpp's own
+    // state holds the cells: load that first, then set this.
+    // Writes it to dst if n_max is enough; returns its size in bytes, 0 without an engine or sequence.
+    LLAMA_API size_t llama_kv_evict_state_get(struct llama_context * ctx, llama_seq_id seq_id, void * dst, size_t n_max);
+
+    // Returns false and writes a message to err when src is not such a state, is of another version or another ranking, or
+    // does not name the resident positions of the sequence: then nothing changes. Budget, sinks and the like may differ.
+    // n = 0 forgets what is known: the cells are ranked afresh, like those of a prompt.
+    LLAMA_API bool llama_kv_evict_state_set(
+            struct llama_context * ctx,
+            llama_seq_id seq_id,
+            const void * src,
+            size_t n,
+            char * err,
+            size_t n_err);
 
     LLAMA_API bool llama_kv_evict_get_stats(struct llama_context * ctx, struct llama_kv_evict_stats * stats);
 

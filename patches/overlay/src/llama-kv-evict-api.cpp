@@ -21,6 +21,11 @@
 // parameters
 //
 
+// cells that a sequence needs whatever is cut
+static uint64_t get_n_min(const llama_kv_evict_params & p) {
+    return (uint64_t) p.n_sink + std::max(1u, p.n_recent) + p.n_refresh;
+}
+
 static std::string check_params(const llama_kv_evict_params & p) {
     if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_KEY_NORM) {
         return format("scorer = %d is not known", (int) p.scorer);
@@ -60,7 +65,7 @@ static std::string check_params(const llama_kv_evict_params & p) {
         }
     }
 
-    const uint64_t n_min = (uint64_t) p.n_sink + std::max(1u, p.n_recent) + p.n_refresh;
+    const uint64_t n_min = get_n_min(p);
     if (p.scorer != LLAMA_KV_SCORER_NONE && p.budget_share == 0.0f && p.n_budget < n_min) {
         return format("n_budget = %u, it has to be at least n_sink + n_recent + n_refresh = %llu", p.n_budget, (unsigned long long) n_min);
     }
@@ -127,9 +132,10 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
             return format("the device of layer %u (%s) cannot move cells", layer.il, ggml_backend_buft_name(buft));
         }
 
-        if (scores_layers(params)) {
+        const uint32_t n_head_kv = kv.hparams.n_head_kv(layer.il);
+
+        if (scores_layers(params) && n_head_kv > 0) {
             const uint32_t n_embd_head = kv.hparams.n_embd_head_k(layer.il);
-            const uint32_t n_head_kv   = kv.hparams.n_head_kv(layer.il);
 
             auto * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k->ne[1], 1);
             auto * q    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head, kv.hparams.n_head(layer.il), 1);
@@ -210,6 +216,10 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     if (msg.empty()) {
         msg = refuse(ctx, kv);
     }
+    if (msg.empty() && params.scorer != LLAMA_KV_SCORER_NONE && kv->get_size() < get_n_min(params)) {
+        msg = format("the context has %u cells per sequence, n_sink + n_recent + n_refresh need %llu",
+                kv->get_size(), (unsigned long long) get_n_min(params));
+    }
     if (msg.empty()) {
         msg = check_ops(*kv, params);
     }
@@ -240,7 +250,8 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     }
 
     for (const auto & layer : kv->layers) {
-        if (msg.empty() && evict->scores_layers() && layer.il < kv->hparams.n_layer() && !evict->hooked[layer.il]) {
+        const bool has_attention = layer.il < kv->hparams.n_layer() && kv->hparams.n_head_kv(layer.il) > 0;
+        if (msg.empty() && evict->scores_layers() && has_attention && !evict->hooked[layer.il]) {
             msg = format("layer %u of architecture '%s' computes its attention in a way that cannot be scored",
                     layer.il, llm_arch_name(ctx.get_model().arch));
         }
@@ -344,6 +355,15 @@ bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {
     return evict && guarded(__func__, false, [&] { return evict->protect(p0, p1); });
 }
 
+bool llama_kv_evict_unprotect(llama_context * ctx) {
+    auto * evict = get_engine(ctx);
+    if (evict) {
+        evict->unprotect();
+    }
+
+    return evict;
+}
+
 bool llama_kv_evict_prompt(llama_context * ctx, llama_seq_id seq_id, int32_t n_tokens) {
     auto * evict = get_engine(ctx, seq_id);
 
@@ -380,6 +400,52 @@ int32_t llama_kv_evict_keep(llama_context * ctx, llama_seq_id seq_id, const llam
     return guarded(__func__, -1, [&] {
         return evict->keep(*ctx, seq_id, pos && n_pos > 0 ? std::vector<llama_pos>(pos, pos + n_pos) : std::vector<llama_pos>());
     });
+}
+
+int32_t llama_kv_evict_close_gaps(llama_context * ctx, llama_seq_id seq_id, int32_t n_new, llama_pos * old, int32_t n_max) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict) {
+        return -1;
+    }
+
+    return guarded(__func__, -2, [&] {
+        const auto res = evict->close_gaps(*ctx, seq_id, std::max(0, n_new));
+        std::copy_n(res.begin(), old ? std::min<size_t>(std::max(0, n_max), res.size()) : 0, old);
+        return res.empty() ? -2 : (int32_t) res.size();
+    });
+}
+
+size_t llama_kv_evict_state_get(llama_context * ctx, llama_seq_id seq_id, void * dst, size_t n_max) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict) {
+        return 0;
+    }
+
+    return guarded(__func__, (size_t) 0, [&] {
+        const auto res = evict->get_state(*ctx, seq_id);
+        if (dst && res.size() <= n_max) {
+            std::copy(res.begin(), res.end(), (uint8_t *) dst);
+        }
+        return res.size();
+    });
+}
+
+bool llama_kv_evict_state_set(llama_context * ctx, llama_seq_id seq_id, const void * src, size_t n, char * err, size_t n_err) {
+    auto * evict = get_engine(ctx, seq_id);
+
+    std::string msg;
+    try {
+        msg = !evict ? "there is no engine, or no such sequence" : !src && n > 0 ? "there is no state" :
+            evict->set_state(*ctx, seq_id, (const uint8_t *) src, n);
+    } catch (const std::exception & e) {
+        msg = e.what();
+    }
+
+    if (err && n_err > 0) {
+        snprintf(err, n_err, "%s", msg.c_str());
+    }
+
+    return msg.empty();
 }
 
 bool llama_kv_evict_get_stats(llama_context * ctx, llama_kv_evict_stats * stats) {

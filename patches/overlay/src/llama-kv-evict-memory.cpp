@@ -7,8 +7,6 @@
 #include "llama-memory-hybrid.h"
 #include "llama-memory-hybrid-iswa.h"
 
-#include "ggml-cpu.h"
-
 #include <algorithm>
 
 #if defined(__linux__)
@@ -91,9 +89,9 @@ void llama_kv_evict::release() {
     }
 }
 
-void llama_kv_evict::release(uint32_t s, size_t il0, size_t il1) {
+bool llama_kv_evict::release(uint32_t s, size_t il0, size_t il1) {
     if (!kv.sc_info.empty()) {
-        return; // a pending copy reads cells that may be gone already
+        return false; // a pending copy reads cells that may be gone already
     }
 
     const uint32_t c0 = kv.v_cells[s].used_max_p1();
@@ -104,6 +102,8 @@ void llama_kv_evict::release(uint32_t s, size_t il0, size_t il1) {
         release_cells(layer.k, s, c0, false);
         release_cells(layer.v, s, c0, kv.v_trans);
     }
+
+    return true;
 }
 
 void llama_kv_evict::get_bytes(llama_memory_i & memory, llama_kv_evict_stats & stats) const {

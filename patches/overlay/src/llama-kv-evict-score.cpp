@@ -181,6 +181,7 @@ const std::vector<bool> & llama_kv_evict::scan(uint32_t s) {
     if (n_old == 0) {
         // other contents were loaded, or these are the first
         seq.phase_cur = PHASE_PROMPT;
+        seq.i_release = 0; // a load touches all pages
         seq.window.clear();
     }
 
@@ -200,6 +201,8 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 
     const uint32_t n = seq.n_cells;
 
+    const auto & by_pos = kv.v_cells[s].seq_pos_get(s);
+
     auto & mass  = scratch.mass;
     auto & part  = scratch.part;
     auto & saw   = scratch.saw;
@@ -209,12 +212,11 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
     first.clear();
 
     for (const auto & query : seq.queries) {
-        const auto is_query = [&query](const cell_state & cell) { return cell.pos == query.pos; };
-        const auto end = seq.cells.begin() + n;
-        const auto it  = std::find_if(seq.cells.begin(), end, is_query);
+        const auto is_query = [&](const auto & p) { return seq.cells[p.second].pos == query.pos; };
+        const auto it = std::find_if(by_pos.begin(), by_pos.end(), is_query);
 
         // the query itself is gone (the batch failed, or was rolled back): so is its row
-        if (it == end || !seen[it - seq.cells.begin()]) {
+        if (it == by_pos.end() || !seen[it->second]) {
             if (seq.phase_cur == PHASE_FIRST) {
                 seq.phase_cur = PHASE_PROMPT;
             }
@@ -244,7 +246,7 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
                         join(first, mass);
                     }
                     if (seq.n_probe == 0) {
-                        seq.window.push_back({ (uint32_t) (it - seq.cells.begin()), mass });
+                        seq.window.push_back({ it->second, mass });
                     }
                     if (seq.window.size() > n_window) {
                         seq.window.pop_front();

@@ -7,16 +7,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 // attention cost is padded to this many cells (llama_kv_cache::get_n_kv)
 static constexpr uint32_t n_kv_pad = 256;
 
 // decode steps over which the memory above a cut goes back to the system
 static constexpr size_t n_release = 16;
-
-// a share of a prompt that has not ended yet
-static constexpr uint32_t n_budget_open = std::numeric_limits<int32_t>::max();
 
 llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params & params) :
         kv(kv), params(params), n_recent(std::max(1u, params.n_recent)),
@@ -109,7 +105,34 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
     }
     stats.n_tokens += batch.n_tokens;
 } catch (const std::exception & err) {
+    n_copied = 0;
     LLAMA_LOG_ERROR("%s: nothing is evicted: %s\n", __func__, err.what());
+}
+
+bool llama_kv_evict::is_prompt(uint32_t s, uint32_t n_new) const {
+    const auto & seq = seqs[s];
+
+    const bool is_empty = kv.v_cells[s].seq_pos_get(s).empty();
+
+    return is_empty || seq.n_probe > 0 || (seq.n_prompt >= 0 ? seq.n_prompt > 0 : n_new > 1);
+}
+
+void llama_kv_evict::make_room(uint32_t s, uint32_t n_new, bool is_decode) {
+    auto & seq = seqs[s];
+
+    if (is_decode) {
+        seq.phase_cur = PHASE_DECODE;
+
+        // down to n_budget after n_refresh more tokens
+        const auto below = [&seq](uint32_t n) { return seq.n_budget - std::min(seq.n_budget, n); };
+        cut(s, below(n_new), below(std::max(params.n_refresh, n_new)));
+    } else if (params.bounded || seq.phase_cur == PHASE_FIRST) {
+        // a probe must not push out what it is to rank
+        const bool     is_spare = seq.n_probe == 0 && seq.phase_cur != PHASE_DECODE;
+        const uint32_t n_need   = n_new + (is_spare ? seq.n_spare : 0);
+        const uint32_t n_room   = kv.get_size() - std::min(kv.get_size(), n_need);
+        cut(s, n_room, n_room);
+    }
 }
 
 void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
@@ -118,14 +141,10 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
     const uint32_t n_new  = pos.size();
     const uint32_t n_used = kv.v_cells[s].seq_pos_get(s).size();
 
-    // a probe must not push out what it is to rank
-    const uint32_t n_need = n_new + (seq.n_probe > 0 ? 0 : seq.n_spare);
-    const uint32_t n_room = kv.get_size() - std::min(kv.get_size(), n_need);
-
     seq.p0 = pos.front();
     seq.p1 = pos.back() + 1;
 
-    if (n_used == 0 || seq.n_probe > 0 || (seq.n_prompt >= 0 ? seq.n_prompt > 0 : n_new > 1)) {
+    if (is_prompt(s, n_new)) {
         if (n_used == 0 && seq.n_probe == 0) {
             seq.is_probed = false;
             seq.n_spare   = 0;
@@ -142,9 +161,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
             }
         }
 
-        if (params.bounded) {
-            cut(s, n_room, n_room);
-        }
+        make_room(s, n_new, false);
 
         // the prompt's last n_window tokens are scored; they may stand in several batches
         // bounded: those of every batch, the next one may need room
@@ -163,26 +180,21 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
             // all of its positions, also those that have left
             const llama_pos n_pos = kv.v_cells[s].seq_pos_max(s) + 1;
             const uint64_t  n_min = (uint64_t) n_protected(0, 0, n_pos) + n_recent + params.n_refresh;
-            seq.n_budget = std::min<uint64_t>(n_budget_open, std::max<uint64_t>(n_min, params.budget_share*n_pos));
+            seq.n_budget = std::min<uint64_t>(kv.get_size(), std::max<uint64_t>(n_min, params.budget_share*n_pos));
         }
 
-        if (params.bounded) {
-            cut(s, n_room, n_room);
-        }
+        make_room(s, n_new, false);
 
         score(s, pos, 0, 1);
     } else {
-        seq.phase_cur = PHASE_DECODE;
-
-        // down to n_budget after n_refresh more tokens
-        const auto below = [&seq](uint32_t n) { return seq.n_budget - std::min(seq.n_budget, n); };
-        cut(s, below(n_new), below(std::max(params.n_refresh, n_new)));
+        make_room(s, n_new, true);
 
         const size_t n_layer = kv.layers.size();
         if (seq.i_release < n_layer) {
             const size_t il = std::min(n_layer, seq.i_release + (n_layer + n_release - 1)/n_release);
-            release(s, seq.i_release, il);
-            seq.i_release = il;
+            if (release(s, seq.i_release, il)) {
+                seq.i_release = il;
+            }
         }
 
         // a cut should see a fresh row: score when the next step has to cut
@@ -203,6 +215,9 @@ void llama_kv_evict::score(uint32_t s, const std::vector<llama_pos> & pos, size_
     }
 
     for (size_t i = i0; i < i1; ++i) {
+        if (i > i0 && pos[i] == pos[i - 1]) {
+            continue; // the first of them has the row
+        }
         seqs[s].queries.push_back({ pos[i], s*n_rows + (uint32_t) (i - i0) });
     }
 }
@@ -239,6 +254,10 @@ void llama_kv_evict::cut(uint32_t s, uint32_t n_most, uint32_t n_target) {
             const float score = seq.phase_cur == PHASE_DECODE ? seq.cells[i].score : std::max(seq.cells[i].score, seq.cells[i].interim);
             ranks.emplace_back(outranks, outranks ? 0.0f : score, pos, i);
         }
+    }
+
+    if (seq.phase_cur != PHASE_DECODE && n_used - ranks.size() > n_most) {
+        return; // the batch does not fit, whatever leaves
     }
 
     const uint32_t n_cut = std::min<uint32_t>(ranks.size(), n_used - std::min(n_used, n_target));
@@ -385,6 +404,10 @@ bool llama_kv_evict::protect(llama_pos p0, llama_pos p1) {
     return true;
 }
 
+void llama_kv_evict::unprotect() {
+    ranges.clear();
+}
+
 bool llama_kv_evict::prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens) {
     settle(lctx); // the tokens of the last batch belong to the last announcement
 
@@ -399,7 +422,7 @@ bool llama_kv_evict::probe(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     auto & seq = seqs[seq_id];
 
-    if (!params.bounded || seq.phase_cur != PHASE_PROMPT) {
+    if (!params.bounded || seq.phase_cur != PHASE_PROMPT || n_tokens > (int64_t) kv.get_size()) {
         return false;
     }
 

@@ -23,7 +23,8 @@
 //
 // The rows are made inside the graph (llama-kv-evict-graph.h), by ggml_kv_mass beside llama.cpp's attention and by
 // ggml_kv_attn, which knows only the row above, in place of it once a sequence was cut, and read back before the next batch;
-// everything else happens on the host: scores in llama-kv-evict-score.cpp, the rest in llama-kv-evict.cpp.
+// everything else happens on the host: scores in llama-kv-evict-score.cpp, saved states and closed gaps in
+// llama-kv-evict-state.cpp, the rest in llama-kv-evict.cpp.
 //
 // The life of a sequence:
 //
@@ -37,7 +38,8 @@
 // A further prompt starts over; its ranking and the scores so far are joined by max.
 //
 // Invariants: sinks, recent and protected cells never leave; in the decode phase never more than n_budget cells, the
-// incoming ones included; the newest cell stays (decode continues at its position + 1); cells keep their positions;
+// incoming ones included; the newest cell stays (decode continues at its position + 1); cells keep their positions, unless
+// the caller closes the gaps;
 // a cell that is reused starts from nothing; ties: the lower position leaves first, so a run is reproducible.
 //
 // The first cut leaves holes below cells that stay: update() moves the survivors together. After that an incoming token
@@ -127,6 +129,7 @@ struct llama_kv_evict {
     bool set_layer_weights(const float * w, int32_t n);
 
     bool protect(llama_pos p0, llama_pos p1);
+    void unprotect();
 
     bool prompt(llama_context & lctx, llama_seq_id seq_id, int32_t n_tokens);
 
@@ -136,9 +139,20 @@ struct llama_kv_evict {
 
     int32_t keep(llama_context & lctx, llama_seq_id seq_id, std::vector<llama_pos> pos);
 
+    // empty: positions cannot be changed here
+    std::vector<llama_pos> close_gaps(llama_context & lctx, llama_seq_id seq_id, uint32_t n_new);
+
+    std::vector<uint8_t> get_state(llama_context & lctx, llama_seq_id seq_id);
+
+    // returns a message, empty on success; n = 0 forgets
+    std::string set_state(llama_context & lctx, llama_seq_id seq_id, const uint8_t * src, size_t n);
+
     llama_kv_evict_stats get_stats(llama_context & lctx);
 
 private:
+    // a share of a prompt that has not ended yet
+    static constexpr uint32_t n_budget_open = INT32_MAX;
+
     static std::string refuse   (llama_context & ctx, llama_kv_cache * kv);
     static std::string check_ops(const llama_kv_cache & kv, llama_kv_evict_params & params);
 
@@ -147,8 +161,9 @@ private:
     void take_op_times(llama_context & lctx);
 
     // memory (llama-kv-evict-memory.cpp): give the pages of cells back that are not used, all or those of some layers
+    // returns false if it has to wait
     void release();
-    void release(uint32_t s, size_t il0, size_t il1);
+    bool release(uint32_t s, size_t il0, size_t il1);
 
     void get_bytes(llama_memory_i & memory, llama_kv_evict_stats & stats) const;
 
@@ -217,6 +232,8 @@ private:
     void pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst);
 
     void begin_seq(uint32_t s, const std::vector<llama_pos> & pos);
+    bool is_prompt(uint32_t s, uint32_t n_new) const;
+    void make_room(uint32_t s, uint32_t n_new, bool is_decode);
     void score    (uint32_t s, const std::vector<llama_pos> & pos, size_t i0, size_t i1);
     void cut      (uint32_t s, uint32_t n_most, uint32_t n_target);
     void plan     (uint32_t s, uint32_t n_new);

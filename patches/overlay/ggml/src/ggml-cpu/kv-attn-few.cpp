@@ -42,13 +42,13 @@ struct few_layout : kv_scratch {
 
         const int64_t n_embd = std::max(a.n_embd_k, a.n_embd_v);
 
-        // two of what other threads read, used in turn: one barrier per block is enough
         q      = take(sizeof(float)*n_q*a.n_embd_k); // q as the type of a dot product is no larger
         mask   = take(sizeof(float)*N_TILE*n_block);
         seen   = take(n_cells);
         tile   = take(sizeof(float)*std::max(N_TILE*n_embd, n_cells));
         slope  = take(sizeof(float)*a.n_head);
         logits = take(sizeof(float)*n_q*n_cells);
+        // two of what other threads read, used in turn: one barrier per block is enough
         stat   = take(sizeof(part_stat)*n_q*2);
         values = take(sizeof(float)*n_q*a.n_embd_v*2);
     }

@@ -16,8 +16,7 @@ struct many_layout : kv_scratch {
         const int64_t n_block_fair = (a.n_stream_tokens*a.n_stream*a.n_head_kv + 2*nth - 1)/(2*nth);
         n_block = std::min({ n_block, std::max<int64_t>(8, n_block_fair), a.n_stream_tokens });
 
-        n_rows     = n_block*a.n_gqa;
-        n_rows_pad = GGML_PAD(n_rows, VEC);
+        n_rows_pad = GGML_PAD(n_block*a.n_gqa, VEC);
 
         q      = take(sizeof(float)*a.n_embd_k*n_rows_pad);
         logits = take(sizeof(float)*N_TILE    *n_rows_pad);
@@ -32,7 +31,6 @@ struct many_layout : kv_scratch {
     }
 
     int64_t n_block;
-    int64_t n_rows;
     int64_t n_rows_pad;
 
     size_t q, logits, values, max, sum, keep, k, v, mask, slope;
@@ -85,7 +83,6 @@ struct many_worker {
     int64_t s;
     int64_t h_kv;
 
-    int64_t n_rows;
     int64_t n_rows_pad;
 
     bool seen[N_TILE]; // cells of the tile that some query sees
@@ -260,8 +257,7 @@ struct many_worker {
         t0  = s*a.n_stream_tokens + b0;
         n_q = std::min(l.n_block, a.n_stream_tokens - b0);
 
-        n_rows     = n_q*a.n_gqa;
-        n_rows_pad = GGML_PAD(n_rows, VEC);
+        n_rows_pad = GGML_PAD(n_q*a.n_gqa, VEC);
 
         std::fill(values, values + a.n_embd_v*n_rows_pad, 0.0f);
         std::fill(max,    max + n_rows_pad, -INFINITY);

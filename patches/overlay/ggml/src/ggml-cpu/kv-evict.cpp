@@ -159,9 +159,6 @@ void ggml_compute_forward_kv_evict(const ggml_compute_params * params, ggml_tens
 }
 
 size_t ggml_kv_evict_work_size(const ggml_tensor * dst, int n_tasks) {
-    if (dst->op == GGML_OP_KV_MOVE) {
-        return 0;
-    }
     const kv_attn a = get_operands(dst);
     if (!a.is_mean_mass()) {
         return kv_score_work_size(a, n_tasks);

@@ -1,0 +1,8 @@
+"""llama_cpp, imported after its library was found and checked."""
+
+from pyinertia import _native
+
+_native.load()
+
+import llama_cpp as llama_cpp  # noqa: E402
+from llama_cpp.llama_cache import BaseLlamaCache as BaseLlamaCache  # noqa: E402

@@ -1,0 +1,110 @@
+"""What happens to the keywords of a `Llama` before its model is loaded, and to a failed load."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from contextlib import closing
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pyinertia.binding import llama_cpp
+from pyinertia.errors import PolicyError
+from pyinertia.policy import KVPolicy
+
+# names that llama_cpp.server and LangChain still pass, though the parent ignores them
+LEGACY_KEYWORDS = frozenset(
+    {"f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps", "rpc_servers"}
+)
+LEAST_USEFUL_BUDGET = 256
+IMAGE_HANDLERS = (
+    llama_cpp.llama_chat_format.Llava15ChatHandler,
+    llama_cpp.llama_chat_format.MTMDChatHandler,
+)
+
+
+def check_keywords(kwargs: dict[str, Any], ours: Iterable[str]) -> None:
+    """Drop legacy keywords from kwargs with a warning and raise TypeError for unknown ones."""
+    known = {"model_path", *ours}
+    known |= set(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
+    legacy = sorted(LEGACY_KEYWORDS & (kwargs.keys() - known))
+    for name in legacy:
+        del kwargs[name]
+    if legacy:
+        warnings.warn(
+            f"{', '.join(legacy)}: llama_cpp.Llama no longer has these keywords and ignores them; "
+            "leave them out",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    for name in sorted(kwargs.keys() - known):
+        nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+        msg = (
+            f"Llama() got an unexpected keyword argument {name!r}; the nearest known one is "
+            f"{nearest!r}"
+        )
+        raise TypeError(msg)
+
+
+def refuse_unservable(kwargs: dict[str, Any], named: str) -> None:
+    """Raise PolicyError for what cannot run beside a policy that evicts; named: the policy."""
+    if kwargs.get("embedding"):
+        msg = f"{named} needs a model that generates, embedding=True does not; use kv_policy=None"
+        raise PolicyError(msg)
+    if isinstance(kwargs.get("chat_handler"), IMAGE_HANDLERS):
+        msg = (
+            f"{named} does not serve images, whose cells may share a position; "
+            "use kv_policy=None with this chat_handler"
+        )
+        raise PolicyError(msg)
+
+
+def warn_budget(policy: KVPolicy, n_ctx: int) -> None:
+    """Warn of a budget that is never reached, or too small to be of use."""
+    budget = policy.n_budget
+    if not policy.evicts or isinstance(budget, float):
+        return
+    reason = ""
+    if budget >= n_ctx:
+        reason = f"is never reached in n_ctx={n_ctx}; pass a smaller kv_budget, or a larger n_ctx"
+    elif budget < LEAST_USEFUL_BUDGET:
+        reason = (
+            f"is below {LEAST_USEFUL_BUDGET}, where quality falls off and speed no longer gains"
+        )
+    if reason:
+        warnings.warn(f"a KV budget of {budget} cells {reason}", UserWarning, stacklevel=3)
+
+
+def choice(name: str, value: object, known: tuple[object, ...]) -> None:
+    """Raise PolicyError unless the value is one of the known ones."""
+    if value not in known:
+        listed = ", ".join(repr(one) for one in known)
+        raise PolicyError(f"{name}={value!r}: {name} must be one of {listed}")
+
+
+def n_ctx_train(path: str) -> int:
+    """Return the positions a model was trained for, 0 if its file cannot be read."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    try:
+        model = llama_cpp._internals.LlamaModel(path_model=path, params=params, verbose=False)
+    except ValueError:
+        return 0
+    with closing(model):
+        metadata = model.metadata()
+        architecture = metadata.get("general.architecture", "")
+        return int(metadata.get(f"{architecture}.context_length", 0))
+
+
+def explain(error: ValueError, path: str) -> str:
+    """Return what is wrong with the file, "" if the error is about something else."""
+    if not Path(path).exists():
+        return f"{path} does not exist; check model_path"
+    if "load model" in str(error):
+        return (
+            f"{path} is not a complete GGUF model that this llama.cpp can read; download it again, "
+            "or pass verbose=True to see why"
+        )
+    return ""
