@@ -8,6 +8,7 @@ from dataclasses import replace
 import llama_cpp as lc
 import numpy as np
 import pytest
+import tiny_models
 from low_level import Context
 
 from pyinertia import KVPolicy, _native
@@ -103,6 +104,58 @@ def test_a_first_step_that_is_taken_back_comes_again(context):
     assert context.stats()["n_evicted"] == 0
     steps(context, 1)
     assert len(context.positions()) == BUDGET
+
+
+def test_a_prompt_that_fills_the_cache_can_be_decoded(context):
+    context.decode({0: TOKENS[:512]})
+    steps(context, 1)
+    assert len(context.positions()) == 512
+    steps(context, 1)
+    assert len(context.positions()) == BUDGET
+
+
+@pytest.mark.parametrize("context", [replace(POLICY, n_budget=0.9)], indirect=True)
+def test_a_share_is_never_more_than_the_cells(context):
+    """It is a share of all positions, also of those that have left."""
+    context.decode({0: TOKENS[:480]})
+    steps(context, 60)
+    assert len(context.positions()) == 432
+    context.decode({0: TOKENS[540:570]})
+    steps(context, 30)
+    assert len(context.positions()) <= 512
+
+
+@pytest.mark.parametrize(
+    "context", [replace(POLICY, n_budget=256, prefill="bounded")], indirect=True
+)
+def test_a_batch_that_cannot_fit_evicts_nothing(context):
+    context.decode({0: TOKENS[:300]})
+    context.decode({0: TOKENS[:513]}, expected=1)
+    assert context.positions() == list(range(300))
+    assert not _native.probe(context.ctx, 0, 2**31 - 1)
+    context.decode({0: TOKENS[300:550]})
+    assert len(context.positions()) == 512
+
+
+def test_a_context_without_room_for_what_stays_is_refused(model):
+    context = Context(model, replace(POLICY, n_budget=1024, n_sink=500, n_recent=100))
+    assert "has 512 cells" in context.refusal
+    assert "n_sink + n_recent + n_refresh need 601" in context.refusal
+    lc.llama_free(context.ctx)
+
+
+def test_layers_without_attention_are_left_out(tmp_path):
+    path = tiny_models.write_deci(tmp_path / "deci.gguf")
+    model = lc.llama_model_load_from_file(str(path).encode(), lc.llama_model_default_params())
+    context = Context(model, replace(POLICY, layer_weights=(1.0, 3.0)))
+    assert context.refusal == ""
+    context.decode({0: TOKENS[:300]})
+    steps(context, 40)
+    assert len(context.positions()) == BUDGET
+    assert context.cells(0)["score"].max() > 0
+    assert context.stats()["kv_bytes_resident"] > 0
+    lc.llama_free(context.ctx)
+    lc.llama_model_free(model)
 
 
 def test_a_cleared_cache_starts_over(context):

@@ -48,6 +48,14 @@ def write_gemma3(path: Path, n_window: int = 32) -> Path:
     return _finish(writer, path, shapes)
 
 
+def write_deci(path: Path) -> Path:
+    """A llama of which the middle layer has no attention, and the cache no cells for it (deci)."""
+    writer = _writer(path, "deci", 3)
+    shapes = _decoder(writer, 3, heads=[N_HEAD, 0, N_HEAD], heads_kv=[N_HEAD_KV, 0, N_HEAD_KV])
+    writer.add_rope_dimension_count(N_EMBD // N_HEAD)
+    return _finish(writer, path, {k: v for k, v in shapes.items() if "blk.1.attn" not in k})
+
+
 def write_bert(path: Path) -> Path:
     """An encoder, which has no KV cache (bert)."""
     writer = _writer(path, "bert", N_LAYER)
@@ -100,10 +108,15 @@ def write_mamba(path: Path) -> Path:
     return _finish(writer, path, shapes)
 
 
-def _decoder(writer: GGUFWriter, n_layer: int) -> dict[str, tuple[int, ...]]:
+def _decoder(
+    writer: GGUFWriter,
+    n_layer: int,
+    heads: int | list[int] = N_HEAD,
+    heads_kv: int | list[int] = N_HEAD_KV,
+) -> dict[str, tuple[int, ...]]:
     n_embd_head = N_EMBD // N_HEAD
-    writer.add_head_count(N_HEAD)
-    writer.add_head_count_kv(N_HEAD_KV)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads_kv)
     writer.add_key_length(n_embd_head)
     writer.add_value_length(n_embd_head)
     writer.add_layer_norm_rms_eps(1e-5)
