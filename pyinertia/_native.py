@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pyinertia.errors import NativeLibraryError
+from pyinertia.errors import NativeLibraryError, PolicyError
 from pyinertia.policy import AGGREGATIONS, HEADS, SCORERS, KVPolicy
 
 # copies of vendor/llama.cpp.toml, which a wheel does not carry; tests/test_docs.py compares them
@@ -183,11 +183,14 @@ class Device(NamedTuple):
     n_total: int
 
 
+def _lib_dir() -> Path:
+    return Path(str(resources.files("pyinertia").joinpath("lib")))
+
+
 def set_library_path() -> None:
     """Point llama_cpp, if it is not imported yet, at the libraries inside this package."""
-    folder = Path(str(resources.files("pyinertia").joinpath("lib")))
-    if folder.is_dir():
-        os.environ.setdefault(PATH_VARIABLE, str(folder))
+    if _lib_dir().is_dir():
+        os.environ.setdefault(PATH_VARIABLE, str(_lib_dir()))
 
 
 @functools.cache
@@ -208,6 +211,8 @@ def load() -> ctypes.CDLL:
             f"pyinertia needs llama_cpp_python=={LLAMA_CPP_PYTHON} and its own llama.cpp; {REBUILD}"
         )
         raise NativeLibraryError(msg) from error
+    if os.environ.get(PATH_VARIABLE) == str(_lib_dir()):
+        del os.environ[PATH_VARIABLE]  # it has been read; child processes may have other libraries
     if llama_cpp.__version__ != LLAMA_CPP_PYTHON:
         msg = (
             f"llama_cpp_python {llama_cpp.__version__} is installed, this pyinertia needs "
@@ -216,6 +221,8 @@ def load() -> ctypes.CDLL:
         )
         raise NativeLibraryError(msg)
     lib: ctypes.CDLL = binding._lib
+    if hasattr(lib, "llama_kv_evict_abi_version"):
+        _check("ABI version", lib, lib.llama_kv_evict_abi_version(), ABI_VERSION)
     missing = [name for name in _SIGNATURES if not hasattr(lib, name)]
     if missing:
         raise NativeLibraryError(
@@ -225,7 +232,9 @@ def load() -> ctypes.CDLL:
     for name, (restype, argtypes) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = restype, argtypes
-    _check_abi(lib)
+    _check("params size", lib, lib.llama_kv_evict_params_size(), ctypes.sizeof(EvictParams))
+    _check("cell size", lib, lib.llama_kv_evict_cell_size(), CELL.itemsize)
+    _check("stats size", lib, lib.llama_kv_evict_stats_size(), ctypes.sizeof(EvictStats))
     return lib
 
 
@@ -241,20 +250,13 @@ def _advice_for_stock_library(imported_before: bool) -> str:
         return "llama_cpp was imported first, with another library; import pyinertia before it"
     if PATH_VARIABLE in os.environ:
         return f"unset {PATH_VARIABLE}={os.environ[PATH_VARIABLE]}, or {REBUILD}"
-    return f"pyinertia/lib holds no libraries; {REBUILD}"
+    return f"pyinertia/lib holds no such library; {REBUILD}"
 
 
-def _check_abi(lib: ctypes.CDLL) -> None:
-    found = {
-        "ABI version": (lib.llama_kv_evict_abi_version(), ABI_VERSION),
-        "params size": (lib.llama_kv_evict_params_size(), ctypes.sizeof(EvictParams)),
-        "cell size": (lib.llama_kv_evict_cell_size(), CELL.itemsize),
-        "stats size": (lib.llama_kv_evict_stats_size(), ctypes.sizeof(EvictStats)),
-    }
-    for what, (theirs, ours) in found.items():
-        if theirs != ours:
-            msg = f"{lib._name} reports {what} {theirs}, this pyinertia needs {ours}; {REBUILD}"
-            raise NativeLibraryError(msg)
+def _check(what: str, lib: ctypes.CDLL, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        msg = f"{lib._name} reports {what} {theirs}, this pyinertia needs {ours}; {REBUILD}"
+        raise NativeLibraryError(msg)
 
 
 def make_params(policy: KVPolicy, compact: bool, n_ctx: int = 0) -> EvictParams:
@@ -277,7 +279,11 @@ def make_params(policy: KVPolicy, compact: bool, n_ctx: int = 0) -> EvictParams:
 
 
 def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
-    """Give a context an eviction engine. Returns why it cannot have one, "" if all is well."""
+    """Give a context an eviction engine. Returns why it cannot have one, "" if all is well.
+
+    Raises:
+        PolicyError: The policy's layer_weights or protect do not fit this model and budget.
+    """
     lib, message = load(), ctypes.create_string_buffer(1024)
     params = make_params(policy, compact, n_ctx)
     if not lib.llama_kv_evict_attach(ctx, params, message, len(message)):
@@ -286,8 +292,14 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
         weights = np.array(policy.layer_weights, np.float32)
         if not lib.llama_kv_evict_set_layer_weights(ctx, weights.ctypes.data, weights.size):
             needed = lib.llama_kv_evict_n_layer(ctx)
-            return f"layer_weights has {weights.size} weights, it has {needed} scored layers"
-    return protect(ctx, policy.protect)
+            msg = (
+                f"layer_weights has {weights.size} weights, this model has {needed} scored layers; "
+                "give one for each"
+            )
+            raise PolicyError(msg)
+    if reason := protect(ctx, policy.protect):
+        raise PolicyError(reason)
+    return ""
 
 
 def protect(ctx: int, ranges: Iterable[tuple[int, int]]) -> str:

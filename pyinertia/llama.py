@@ -167,7 +167,11 @@ class Llama(Chats):
 
     def _attach(self) -> None:
         n_ctx = self._n_ctx if self._kv_bounded else 0
-        self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact, n_ctx)
+        try:
+            self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact, n_ctx)
+        except PolicyError:
+            self.close()
+            raise
         if self._kv_refusal and self.kv_policy.evicts:
             architecture = self.metadata.get("general.architecture", "unknown")
             self.close()
@@ -299,6 +303,10 @@ class Llama(Chats):
         if self._ctx.ctx is not None and not self._kv_refusal:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)
             self._protect(list(self.kv_policy.protect), 0)
+
+    def n_ctx(self) -> int:
+        """Return the number of positions; llama.cpp's own number is padded to 256."""
+        return self.__dict__.get("_n_positions") or int(super().n_ctx())
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens > self._n_positions:

@@ -66,7 +66,11 @@ def right_answer(models):
         ({"kv_policy": "inertiakv", "kv_budget": 0.0}, PolicyError, r"share in \(0, 1\)"),
         ({"kv_policy": "inertiakv", "kv_refresh": 0}, PolicyError, "n_refresh=0"),
         ({"kv_policy": "inertiakv", "kv_refresh": math.nan}, PolicyError, "n_refresh=nan"),
-        ({"kv_policy": KVPolicy(layer_weights=(1, 2, 3))}, PolicyError, "3 weights, it has 2 sc"),
+        (
+            {"kv_policy": KVPolicy(layer_weights=(1, 2, 3))},
+            PolicyError,
+            "3 weights, this model has 2",
+        ),
         ({"kv_policy": "inertiakv", "embedding": True}, PolicyError, "use kv_policy=None"),
         ({"kv_policy": "inertiakv", "type_v": 8}, ValueError, "Failed to create llama_context"),
         ({"kv_budget": 512}, TypeError, "need a policy that evicts"),

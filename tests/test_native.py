@@ -60,7 +60,12 @@ def test_another_version_is_refused():
     assert f"llama_cpp_python=={_native.LLAMA_CPP_PYTHON}" in result.stderr
 
 
+def test_child_processes_get_their_own_libraries():
+    code = "import os; from pyinertia import Llama; print('LLAMA_CPP_LIB_PATH' in os.environ)"
+    assert python("-c", code).stdout == "False\n"
+
+
 def test_another_abi_is_refused(monkeypatch):
     monkeypatch.setattr(_native, "ABI_VERSION", 99)
     with pytest.raises(NativeLibraryError, match="this pyinertia needs 99; rebuild it"):
-        _native._check_abi(_native.load())
+        _native.load.__wrapped__()
