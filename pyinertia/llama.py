@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
@@ -228,6 +229,21 @@ class Llama(llama_cpp.Llama):
             )
             raise ValueError(msg)
         return _native.keep(ctx, 0, np.unique(listed).astype(np.int32))
+
+    def kv_protect(self, p0: int, p1: int) -> None:
+        """Never evict positions [p0, p1) from here on: those of a system prompt, say.
+
+        `KVPolicy(protect=...)` says the same before the model, and its tokenizer, are there.
+
+        Raises:
+            PolicyError: The range is empty, or the budget has no room for it.
+        """
+        ctx = self._kv_ctx()
+        policy = replace(self.kv_policy, protect=(*self.kv_policy.protect, (p0, p1)))
+        if policy.evicts and not _native.protect(ctx, p0, p1):
+            msg = f"kv_protect({p0}, {p1}): the budget of {policy.n_budget} has no room for it"
+            raise PolicyError(msg)
+        self.kv_policy = self._kv_arguments["kv_policy"] = policy
 
     def kv_query(self, text: str | None) -> None:
         """Name what the next prompts will be asked, so that a bounded prefill keeps it.
