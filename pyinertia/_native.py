@@ -266,9 +266,14 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
             needed = lib.llama_kv_evict_n_layer(ctx)
             return f"layer_weights has {weights.size} weights, it has {needed} scored layers"
     for p0, p1 in policy.protect:
-        if not lib.llama_kv_evict_protect(ctx, p0, p1):
+        if not protect(ctx, p0, p1):
             return f"the budget has no room for the protected positions [{p0}, {p1})"
     return ""
+
+
+def protect(ctx: int, p0: int, p1: int) -> bool:
+    """Never evict positions [p0, p1) of any sequence; False if the budget has no room for them."""
+    return bool(load().llama_kv_evict_protect(ctx, p0, p1))
 
 
 def prompt(ctx: int, seq_id: int, n_tokens: int) -> None:
