@@ -272,7 +272,7 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
 
 
 def protect(ctx: int, p0: int, p1: int) -> bool:
-    """Never evict positions [p0, p1); False if the budget has no room for them."""
+    """Never evict positions [p0, p1) of any sequence; False if the budget has no room for them."""
     return bool(load().llama_kv_evict_protect(ctx, p0, p1))
 
 

@@ -44,6 +44,7 @@ class Llama(llama_cpp.Llama):
     """
 
     _kv_compact = True  # tests leave the holes of a cut in place with False
+    _n_parallel = 1  # sequences of the context, each with n_ctx positions; pyinertia.batch has more
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Llama(llama_cpp.Llama):
                 kwargs["swa_full"] = False
         path = os.fspath(model_path)
         if self._kv_bounded and kwargs.get("n_ctx") == 0:
-            kwargs["n_ctx"] = _n_ctx_train(path)
+            kwargs["n_ctx"] = n_ctx_train(path)
         try:
             super().__init__(path, **kwargs)
         except ValueError as error:
@@ -127,6 +128,10 @@ class Llama(llama_cpp.Llama):
                 n_swa + params.n_ubatch if n_swa else 0,
             )
             params.n_ctx = min(params.n_ctx, -(-n_cells // CELL_PAD) * CELL_PAD)
+        if self._n_parallel > 1:
+            params = self.context_params
+            params.n_seq_max, params.kv_unified = self._n_parallel, False
+            params.n_ctx = -(-params.n_ctx // CELL_PAD) * CELL_PAD * self._n_parallel
 
     def _check_adapter(self) -> None:
         # the parent compares the null pointer with None and would use it
@@ -154,7 +159,7 @@ class Llama(llama_cpp.Llama):
             warnings.warn(f"a KV budget of {budget} cells {reason}", UserWarning, stacklevel=3)
 
     def _attach(self) -> None:
-        n_ctx = self._n_ctx if self._kv_bounded else 0
+        n_ctx = self._n_ctx * self._n_parallel if self._kv_bounded else 0
         self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact, n_ctx)
         if self._kv_refusal and self.kv_policy.evicts:
             architecture = self.metadata.get("general.architecture", "unknown")
@@ -461,7 +466,7 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
         raise TypeError(msg)
 
 
-def _n_ctx_train(path: str) -> int:
+def n_ctx_train(path: str) -> int:
     """Return the positions a model was trained for, 0 if its file cannot be read."""
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
