@@ -149,7 +149,7 @@ def summarise(
                 **load,
             )
         ) as slots:
-            desk = _Desk(slots, documents, instruction, n_part, max_tokens, stops, seed)
+            desk = Desk(slots, documents, instruction, n_part, max_tokens, stops, seed)
             for outcome in Schedule(slots, settings).run(desk.next_job):
                 summary = desk.take(outcome)
                 if summary is not None:
@@ -159,7 +159,7 @@ def summarise(
 
 
 @dataclass(slots=True)
-class _Document:
+class Document:
     """A document on the way to its summary."""
 
     index: int
@@ -174,7 +174,7 @@ class _Document:
     is_done: bool = False
 
 
-class _Desk:
+class Desk:
     """Hands out documents and parts as jobs, and puts their answers together."""
 
     def __init__(
@@ -220,7 +220,7 @@ class _Desk:
         return self.queue.popleft()
 
     def _open(self, index: int, text: Any) -> None:
-        document = _Document(index)
+        document = Document(index)
         if not isinstance(text, str) or not text.strip():
             what = "empty" if isinstance(text, str) else f"a {type(text).__name__}"
             error = f"the document is {what}; it must be a text"
@@ -229,7 +229,7 @@ class _Desk:
         document.n_tokens = self._count(text)
         document.n_parts = self._read(document, text)
 
-    def _read(self, document: _Document, text: str) -> int:
+    def _read(self, document: Document, text: str) -> int:
         """Queue the parts of a text; returns how many there are."""
         parts = [part for part in split(text, self.n_part, self._count) if part.strip()]
         document.answers = [None] * len(parts)

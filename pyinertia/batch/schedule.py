@@ -108,6 +108,9 @@ class _Sequence:
         elif len(self.generated) >= self.n_most:
             self.finish_reason = "length"
 
+    def close(self) -> None:
+        self.sampler.close()  # type: ignore[no-untyped-call]
+
     def fail(self, code: int) -> None:
         self.finish_reason = "error"
         self.error = f"token {self.n_past + 1} cannot be evaluated: {explain(code)}"
@@ -124,6 +127,23 @@ class _Sequence:
             seconds=time.perf_counter() - self.start,
             error=self.error,
         )
+
+
+class _Source:
+    """Where jobs come from; after an exception there are no more."""
+
+    def __init__(self, next_job: Callable[[], Job | None]) -> None:
+        self.next_job = next_job
+        self.failure: Exception | None = None
+
+    def next(self) -> Job | None:
+        if self.failure is not None:
+            return None
+        try:
+            return self.next_job()
+        except Exception as error:  # raised again when what runs is done
+            self.failure = error
+            return None
 
 
 class Schedule:
@@ -143,33 +163,34 @@ class Schedule:
                 none and all slots are empty. If it raises, those that run are finished first.
             share: Evaluate once what the first jobs have in common.
         """
-        failure: Exception | None = None
-        while True:
-            jobs: list[Job] = []
-            while failure is None and len(self._running) + len(jobs) < self.slots.n_parallel:
-                try:
-                    job = next_job()
-                except Exception as error:
-                    failure = error
+        source = _Source(next_job)
+        try:
+            while True:
+                jobs: list[Job] = []
+                while len(self._running) + len(jobs) < self.slots.n_parallel:
+                    job = source.next()
+                    if job is None:
+                        break
+                    if error := job.error or self._refusal(job):
+                        yield Outcome(job=job, n_prompt=len(job.tokens), error=error)
+                    else:
+                        jobs.append(job)
+                if share and len(jobs) > 1:
+                    self._share(jobs)
+                share = False
+                for job in jobs:
+                    self._enter(job)
+                if not self._running:
                     break
-                if job is None:
-                    break
-                if error_text := job.error or self._refusal(job):
-                    yield Outcome(job=job, n_prompt=len(job.tokens), error=error_text)
-                else:
-                    jobs.append(job)
-            if share and len(jobs) > 1:
-                self._share(jobs)
-            share = False
-            for job in jobs:
-                self._enter(job)
-            if not self._running:
-                if failure is not None:
-                    raise failure
-                return
-            self._step()
-            for sequence in [one for one in self._running if one.finish_reason]:
-                yield self._leave(sequence)
+                self._close_gaps()
+                self._step()
+                for sequence in [one for one in self._running if one.finish_reason]:
+                    yield self._leave(sequence)
+        finally:
+            for sequence in self._running:
+                sequence.close()
+        if source.failure is not None:
+            raise source.failure
 
     def _refusal(self, job: Job) -> str:
         n_tokens, n_positions = len(job.tokens), self.slots.n_positions
@@ -194,9 +215,20 @@ class Schedule:
         slot = next(slot for slot in range(self.slots.n_parallel) if slot not in taken)
         self._running.append(_Sequence(job, slot, self.slots, self.settings))
 
+    def _close_gaps(self) -> None:
+        # llama.cpp evaluates a gap between slots as two batches, at the price of two
+        free = set(range(self.slots.n_parallel)) - {one.slot for one in self._running}
+        for sequence in sorted(self._running, key=lambda one: -one.slot):
+            target = min(free, default=sequence.slot)
+            n_left = len(sequence.job.tokens) - sequence.n_past
+            if target >= sequence.slot or not self.slots.move(sequence.slot, target, n_left):
+                return
+            free ^= {sequence.slot, target}
+            sequence.slot = target
+
     def _leave(self, sequence: _Sequence) -> Outcome:
         self._running.remove(sequence)
-        sequence.sampler.close()  # type: ignore[no-untyped-call]
+        sequence.close()
         return sequence.outcome(self.slots.leave(sequence.slot))
 
     def _step(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import llama_cpp
@@ -17,7 +18,7 @@ import numpy as np
 from pyinertia import _native
 from pyinertia.errors import PolicyError
 from pyinertia.llama import Llama, n_ctx_train
-from pyinertia.policy import KVPolicy, resolve_policy
+from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
 
 N_PARALLEL_MOST = 256  # LLAMA_MAX_SEQ
 
@@ -105,10 +106,11 @@ class Slots(Llama):
         if not tokens:
             return 0
         if self.kv_policy.evicts and not _native.protect(self.ctx, 0, len(tokens)):
+            protect = (*self.kv_policy.protect, (0, len(tokens)))
+            n_least = replace(self.kv_policy, n_budget=MAX_COUNT, protect=protect).n_least
             msg = (
                 f"the budget of {self.kv_policy.n_budget} cells has no room for a prefix of "
-                f"{len(tokens)} tokens; pass a kv_budget of at least "
-                f"{self.kv_policy.n_least + len(tokens)}, or a shorter prefix"
+                f"{len(tokens)} tokens; pass a kv_budget of at least {n_least}, or a shorter prefix"
             )
             raise PolicyError(msg)
         if self._is_recurrent or self._is_hybrid:
@@ -181,11 +183,21 @@ class Slots(Llama):
         self.announce(slot, -1)  # the engine sees that it is empty before others enter
         return pos_max + 1 if held is None else len(held)
 
-    def move(self, source: int, target: int) -> None:
-        """Move a sequence, scores included, to an empty slot."""
+    def move(self, source: int, target: int, n_left: int) -> bool:
+        """Move a sequence, scores included, to an empty slot; not in recurrent models.
+
+        Args:
+            source: Its slot.
+            target: The empty one.
+            n_left: Tokens of its prompt that are still to come.
+        """
+        if self._is_recurrent or self._is_hybrid:
+            return False
         memory = self._ctx.memory
         llama_cpp.llama_memory_seq_cp(memory, source, target, -1, -1)
         llama_cpp.llama_memory_seq_rm(memory, source, -1, -1)
+        self.announce(target, max(0, n_left))
+        return True
 
     def draw(self, sampler: llama_cpp._internals.LlamaSampler, row: int) -> int:
         """Sample a token from the logits of a token of the last call, by its index there."""

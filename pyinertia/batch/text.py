@@ -121,6 +121,7 @@ def split(text: str, n_most: int, count: Callable[[str], int]) -> list[str]:
     if n_tokens <= n_most:
         return [text]
     # parts of about the same size: a rest of two sentences makes a poor summary
-    n_parts = -(-n_tokens // n_most)
-    n_even = min(n_most, n_tokens // n_parts + n_most // 10 + 1)
+    n_slack = n_most // 10
+    n_parts = -(-n_tokens // (n_most - n_slack))
+    n_even = min(n_most, n_tokens // n_parts + n_slack + 1)
     return TextSplitter.from_callback(count, n_even, trim=False).chunks(text)
