@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pyinertia.cli import about, bench, chat, info, run
+from pyinertia.cli import about, bench, chat, info, run, summarise
 from pyinertia.cli.group import DEBUG, Group
 from pyinertia.cli.options import command
 from pyinertia.eval import cli as eval_cli
@@ -22,6 +22,13 @@ app = typer.Typer(
 )
 command(app, "run", help=run.HELP, rich_help_panel=USE)(run.main)
 command(app, "chat", help=chat.HELP, rich_help_panel=USE)(chat.main)
+command(
+    app,
+    "summarise",
+    defaults=summarise.DEFAULTS,
+    help=summarise.HELP,
+    rich_help_panel=USE,
+)(summarise.main)
 command(app, "info", help=info.HELP, rich_help_panel=USE)(info.main)
 app.command("bench", help=bench.HELP, rich_help_panel=MEASURE)(bench.main)
 app.add_typer(eval_cli.app, name="eval", rich_help_panel=MEASURE)

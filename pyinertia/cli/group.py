@@ -41,7 +41,11 @@ class Group(TyperGroup):
     """Commands whose errors are one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; end with 1 on an error, 130 on Ctrl-C, 141 if nobody reads."""
+        """Run the command.
+
+        Ends with 2 if it cannot do what it was asked for, 1 on another error, 130 on Ctrl-C and
+        141 if nobody reads.
+        """
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -56,7 +60,7 @@ class Group(TyperGroup):
             if _debug or isinstance(error, typer.Abort) or hasattr(error, "exit_code"):
                 raise
             say(f"error: {_one_line(error)}")
-            raise typer.Exit(1) from error
+            raise typer.Exit(2 if isinstance(error, PyInertiaError) else 1) from error
         return result
 
 

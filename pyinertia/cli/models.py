@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +53,8 @@ def open_model(
     path = model_path(model)
     from pyinertia.llama import Llama
 
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always", UserWarning)
+    # about the default budget there is nothing that the user could mend
+    with warnings_as_notes(silent=kv.kv_budget is None):
         try:
             llm = Llama(
                 path,
@@ -71,9 +73,6 @@ def open_model(
                 "cache types; --verbose shows what llama.cpp says"
             )
             raise CommandError(msg) from error
-    if kv.kv_budget is not None:  # about the default there is nothing that the user could mend
-        for warning in noted:
-            say(f"note: {warning.message}")
     n_trained = llm._model.n_ctx_train()
     if context.ctx_size > n_trained:
         say(
@@ -81,6 +80,15 @@ def open_model(
             "was trained for; beyond those it may talk nonsense"
         )
     return llm
+
+
+@contextmanager
+def warnings_as_notes(silent: bool) -> Iterator[None]:
+    """Show the library's warnings as lines of their own, or not at all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if silent else "always", UserWarning)
+        warnings.showwarning = lambda message, *_: say(f"note: {message}")
+        yield
 
 
 def keywords(model: ModelOptions, context: ContextOptions) -> dict[str, Any]:

@@ -7,9 +7,10 @@ and `command` spreads their fields over its command line.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -287,12 +288,15 @@ def _budget(text: str | None) -> int | float | None:
     return share
 
 
-def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[Any], Any]:
+def command(
+    app: typer.Typer, name: str, defaults: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> Callable[[Any], Any]:
     """Register a function as a command; parameters that are groups become their options.
 
     Args:
         app: Where the command goes.
         name: What it is called.
+        defaults: Of options in groups, where this command has others.
         **settings: Of `typer.Typer.command`.
     """
 
@@ -302,7 +306,7 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[Any], Any
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             if is_dataclass(parameter.annotation) and isinstance(parameter.annotation, type):
                 groups[parameter.name] = parameter.annotation
-                shown += _fields(parameter.annotation)
+                shown += _fields(parameter.annotation, defaults)
             else:
                 shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -321,13 +325,13 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[Any], Any
     return register
 
 
-def _fields(group: type[Any]) -> list[inspect.Parameter]:
+def _fields(group: type[Any], defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
+            default=defaults.get(field.name, field.default),
             annotation=hints[field.name],
         )
         for field in fields(group)

@@ -15,7 +15,7 @@ class Document:
     Attributes:
         path: The file, as it was named; "-" is stdin.
         line: The line of a JSONL file, from 1 on; 0 elsewhere.
-        text: Not empty, and without surrogates.
+        text: Without surrogates; empty only if the document is known already.
         sha256: Of the file, or of the line, before it became text.
         n_bytes: Of the file, or of the line.
     """

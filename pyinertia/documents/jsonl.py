@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from pyinertia.documents import plain
@@ -12,7 +12,12 @@ from pyinertia.documents.document import Document, DocumentError, hash_of
 
 
 def documents(
-    file: BinaryIO, path: str, field: str, encoding: str, n_most: int
+    file: BinaryIO,
+    path: str,
+    field: str,
+    encoding: str,
+    n_most: int,
+    known: Callable[[str], bool],
 ) -> Iterator[Document | DocumentError]:
     """Yield what each line is, a document or the reason why it is none; empty lines do not count.
 
@@ -22,6 +27,7 @@ def documents(
         field: The field with the text.
         encoding: Of the file, if it has no byte order mark of UTF-8.
         n_most: Most bytes of a line.
+        known: Whether a line with this hash is known; its text is then left empty.
     """
     number = 0
     while line := file.readline(n_most + 1):
@@ -38,6 +44,9 @@ def documents(
         if whole and not line.strip():
             continue
         sha256 = hash_of(line)
+        if known(sha256):
+            yield Document(path=path, line=number, text="", sha256=sha256, n_bytes=n_bytes)
+            continue
         try:
             if not whole:
                 msg = f"line {number} has {n_bytes:,} bytes, at most {n_most:,} are read; split it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,12 @@ _KINDS = {
 
 
 def read(
-    path: str, *, field: str = "text", encoding: str = "utf-8", n_most: int = N_BYTES
+    path: str,
+    *,
+    field: str = "text",
+    encoding: str = "utf-8",
+    n_most: int = N_BYTES,
+    known: Callable[[str], bool] = lambda sha256: False,
 ) -> Iterator[Document | DocumentError]:
     """Yield the documents of a file; one, or one per line of a JSONL file.
 
@@ -38,20 +43,25 @@ def read(
         field: The field of a JSON line that holds the text.
         encoding: Of text without a byte order mark.
         n_most: Most bytes of a document.
+        known: Whether a document with this hash is known; its text is then left empty.
     """
     try:
         with _opened(path) as file:
             if Path(path).suffix.lower() == JSONL:
-                yield from jsonl.documents(file, path, field, encoding, n_most)
+                yield from jsonl.documents(file, path, field, encoding, n_most, known)
             else:
-                yield _whole(file, path, encoding, n_most)
+                yield _whole(file, path, encoding, n_most, known)
     except OSError as error:
         yield DocumentError(_why(path, error))
 
 
-def _whole(file: BinaryIO, path: str, encoding: str, n_most: int) -> Document | DocumentError:
+def _whole(
+    file: BinaryIO, path: str, encoding: str, n_most: int, known: Callable[[str], bool]
+) -> Document | DocumentError:
     data = file.read(n_most + 1)
     facts: dict[str, Any] = {"sha256": hash_of(data), "n_bytes": len(data)}
+    if known(facts["sha256"]):
+        return Document(path=path, line=0, text="", **facts)
     convert = plain.text if path == STDIN else reader(path)
     try:
         if len(data) > n_most:
