@@ -51,8 +51,11 @@ def open_model(
     context.check()
     policy = kv.policy()
     path = model_path(model)
+    from pyinertia.cli import native_log
     from pyinertia.llama import Llama
 
+    if not model.verbose:
+        native_log.silence()
     # about the default budget there is nothing that the user could mend
     with warnings_as_notes(silent=kv.kv_budget is None):
         try:
@@ -67,10 +70,11 @@ def open_model(
         except ValueError as error:
             if "create llama_context" not in str(error):
                 raise
+            why = native_log.last_error() or "--verbose shows why"
             msg = (
-                f"{path.name} cannot run with -c {context.ctx_size} and --kv-budget "
-                f"{policy.n_budget}: there is no memory for its context, or it does not have these "
-                "cache types; --verbose shows what llama.cpp says"
+                f"{path.name} cannot run with -c {context.ctx_size}, --kv-budget "
+                f"{policy.n_budget}, -ctk {context.cache_type_k} and -ctv {context.cache_type_v} "
+                f"({why}); try smaller ones, or f16"
             )
             raise CommandError(msg) from error
     n_trained = llm._model.n_ctx_train()

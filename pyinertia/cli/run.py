@@ -83,13 +83,13 @@ def main(
     from pyinertia.cli import memory
     from pyinertia.cli.generation import Generation
     from pyinertia.cli.models import open_model
-    from pyinertia.cli.template import ChatTemplate
+    from pyinertia.cli.template import ChatTemplate, encode
 
     llm = open_model(model, context, kv, sampling)
     try:
         template = ChatTemplate(llm) if chat and "tokenizer.chat_template" in llm.metadata else None
         if template is None:
-            tokens = llm.tokenize(whole.encode(), special=True)
+            tokens = encode(llm, whole)
             if system is not None:
                 msg = "the model has no chat template, so --system has no place; leave it out"
                 raise CommandError(msg)
@@ -130,7 +130,7 @@ def _read(text: str | None, file: Path | None) -> tuple[str, str]:
     parts = [text] if text is not None else []
     if file is not None or text is None:
         parts.insert(0, _file_text(file))
-    whole = "\n\n".join(part.strip("\n") for part in parts)
+    whole = parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
     if not whole.strip():
         msg = "the prompt is empty; pass some text"
         raise CommandError(msg)
@@ -141,7 +141,7 @@ def _file_text(file: Path | None) -> str:
     stdin = file is None or str(file) == "-"
     data = sys.stdin.buffer.read() if stdin or file is None else file.read_bytes()
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig").removesuffix("\n")  # editors end a file with one
     except UnicodeDecodeError as error:
         name = "stdin" if stdin else file
         msg = f"{name} is not UTF-8 text (byte {error.start}); convert it"

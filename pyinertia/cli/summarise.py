@@ -261,7 +261,10 @@ def _summarise(
     """
     from pyinertia.batch import summarise
     from pyinertia.batch.documents import INSTRUCTION
+    from pyinertia.cli import native_log
 
+    if not model.verbose:
+        native_log.silence()
     policy = kv.policy()
     try:
         with closing(  # type: ignore[type-var]

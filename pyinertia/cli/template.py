@@ -25,11 +25,10 @@ class ChatTemplate:
         self._llm = llm
         model = llm._model
         own = llm.metadata.get("tokenizer.chat_template")
-        bos, eos = model.token_bos(), model.token_eos()
-        self._bos = model.token_get_text(bos) if bos != -1 else ""
+        eos = model.token_eos()
         self._formatter = Jinja2ChatFormatter(
             own or CHATML_CHAT_TEMPLATE,
-            bos_token=self._bos,
+            bos_token=bos_text(llm),
             eos_token=model.token_get_text(eos) if eos != -1 else "",
         )
         self.is_own = own is not None
@@ -43,9 +42,7 @@ class ChatTemplate:
         Raises:
             CommandError: The template refuses it.
         """
-        text = self._text(messages)
-        bos = not (self._bos and text.startswith(self._bos))
-        return self._llm.tokenize(text.encode(), add_bos=bos, special=True)
+        return encode(self._llm, self._text(messages))
 
     def next_tokens(self, messages: Sequence[Message]) -> list[int] | None:
         """What follows the last answer: its end, the last message and the start of the next one.
@@ -92,6 +89,20 @@ class ChatTemplate:
             )
         except CommandError:
             return False
+
+
+def encode(llm: Llama, text: str) -> list[int]:
+    """Tokens of a whole prompt; one that spells out how it begins gets no second beginning."""
+    bos = bos_text(llm)
+    begun = bool(bos) and text.startswith(bos)
+    return llm.tokenize(text.encode(), add_bos=not begun, special=True)
+
+
+def bos_text(llm: Llama) -> str:
+    """What the token that begins a text is written as, "" if the model has none."""
+    bos = llm.token_bos()
+    text: str = llm._model.token_get_text(bos) if bos != -1 else ""
+    return text
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
