@@ -18,6 +18,8 @@ from pyinertia.errors import CommandError
 
 Record = dict[str, Any]
 
+BEGIN = b'{"path": '  # of every line
+
 
 class Journal:
     """Records of documents; one is told by its path and the hash of its content.
@@ -76,8 +78,10 @@ class Journal:
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            self._file.truncate(len(whole))
+        torn = data[len(whole) :]
+        if torn[: len(BEGIN)] != BEGIN[: len(torn)]:  # no run of ours: it must not lose a byte
+            msg = f"{self.path} ends in what no run wrote; is it a document? Pass another -o"
+            raise CommandError(msg)
         records = []
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -91,6 +95,8 @@ class Journal:
                 )
                 raise CommandError(msg) from error
             records.append(record)
+        if torn:
+            self._file.truncate(len(whole))
         return records
 
     def _compare(self, flags: Mapping[str, str]) -> None:

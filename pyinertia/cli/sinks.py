@@ -65,13 +65,17 @@ def open_sink(form: str, out: Path | None, before: Iterable[Record]) -> Sink:
         return _Lines() if out is None else _Nowhere()
     if out is None:
         return _Markdown(sys.stdout)
+    records = list(before)
+    if not records and out.exists() and out.stat().st_size:
+        msg = f"-o {out} is there and no earlier run wrote it; delete it, or pass another -o"
+        raise CommandError(msg)
     try:
         file = out.open("w", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         msg = f"-o {out} cannot be written ({error.strerror}); pass another one"
         raise CommandError(msg) from error
     sink = _Markdown(file)
-    for record in before:
+    for record in records:
         sink.put(record)
     return sink
 
@@ -151,8 +155,8 @@ def markdown(record: Record) -> str:
 
 def file_name(path: str, line: int) -> str:
     """The file for a document, relative to the folder; no two documents have the same."""
-    parts = [part for part in Path(path).parts if part != Path(path).anchor]
-    name = "/".join("__" if part == ".." else part for part in parts)
+    special = {"..": "__", Path(path).anchor: "_root"}
+    name = "/".join(special.get(part, part) for part in Path(path).parts)
     if path == STDIN:
         name = "stdin"
     if line:

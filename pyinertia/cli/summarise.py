@@ -171,7 +171,7 @@ def main(
         if not _is_output(source.path, out, journal_path)
     ]
     if not sources:
-        msg = "no document but the output itself"
+        msg = f"all documents are where the output goes, -o {out}; pass another one"
         raise CommandError(msg)
     path = model_path(model)
     settings = {
