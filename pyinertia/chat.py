@@ -225,6 +225,20 @@ class Chats(EngineCalls):
         self._kv_next_chat = Conversation(prompt, tokens, n)
         return list(tokens)
 
+    def kv_protect(self, p0: int, p1: int) -> None:
+        """Never evict positions [p0, p1) from here on: those of an instruction, say.
+
+        `KVPolicy(protect=...)` says the same before the model, and its tokenizer, are there.
+
+        Raises:
+            PolicyError: The range is empty, or the budget has no room for it; nothing changes then.
+        """
+        self._kv_ctx()
+        policy = replace(self.kv_policy, protect=(*self.kv_policy.protect, (p0, p1)))
+        if policy.evicts:
+            self._protect([*self._kv_ranges, (p0, p1)], self._kv_n_system)
+        self.kv_policy = self._kv_arguments["kv_policy"] = policy
+
     def _is_end(self, token: int) -> bool:
         return bool(llama_cpp.llama_vocab_is_eog(self._model.vocab, token))
 
@@ -243,9 +257,12 @@ class Chats(EngineCalls):
     def _protect(self, ranges: list[tuple[int, int]], n_system: int) -> None:
         if (ranges, n_system) == (self._kv_ranges, self._kv_n_system):
             return
-        reason = _native.protect(self.ctx, [*ranges, (0, n_system)] if n_system else ranges)
-        if reason:
-            _native.protect(self.ctx, self.kv_policy.protect)
+
+        def try_to(ranges: list[tuple[int, int]], n_system: int) -> str:
+            return _native.protect(self.ctx, [*ranges, (0, n_system)] if n_system else ranges)
+
+        if reason := try_to(ranges, n_system):
+            try_to(self._kv_ranges, self._kv_n_system)
             raise PolicyError(reason)
         self._kv_ranges, self._kv_n_system = ranges, n_system
 

@@ -39,6 +39,7 @@ class Llama(Chats):
     """
 
     _kv_compact = True  # tests leave the holes of a cut in place with False
+    _n_parallel = 1  # sequences of the context, each with n_ctx positions; pyinertia.batch has more
 
     def __init__(
         self,
@@ -139,6 +140,10 @@ class Llama(Chats):
                 n_swa + params.n_ubatch if n_swa else 0,
             )
             params.n_ctx = min(params.n_ctx, -(-n_cells // CELL_PAD) * CELL_PAD)
+        if self._n_parallel > 1:
+            params = self.context_params
+            params.n_seq_max, params.kv_unified = self._n_parallel, False
+            params.n_ctx = -(-params.n_ctx // CELL_PAD) * CELL_PAD * self._n_parallel
 
     def _check_adapter(self) -> None:
         # the parent compares the null pointer with None and would use it
@@ -166,7 +171,7 @@ class Llama(Chats):
             raise PolicyError(msg)
 
     def _attach(self) -> None:
-        n_ctx = self._n_ctx if self._kv_bounded else 0
+        n_ctx = self._n_ctx * self._n_parallel if self._kv_bounded else 0
         try:
             self._kv_refusal = _native.attach(self.ctx, self.kv_policy, self._kv_compact, n_ctx)
         except PolicyError:

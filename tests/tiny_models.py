@@ -14,11 +14,24 @@ from gguf import GGUFWriter, RopeScalingType, TokenType
 N_EMBD, N_HEAD, N_HEAD_KV, N_FF, N_LAYER, N_CTX = 128, 4, 2, 64, 2, 1024
 BOS, EOS = 256, 257
 
+# a turn begins with <s> and its role, and ends with </s>
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
 
 def write_llama(path: Path, n_layer: int = N_LAYER) -> Path:
     """A plain decoder with grouped queries (llama)."""
     writer = _writer(path, "llama", n_layer)
     return _finish(writer, path, _decoder(writer, n_layer))
+
+
+def write_chat(path: Path, template: str = CHAT_TEMPLATE) -> Path:
+    """A plain decoder with a chat template."""
+    writer = _writer(path, "llama", N_LAYER)
+    writer.add_chat_template(template)
+    return _finish(writer, path, _decoder(writer, N_LAYER))
 
 
 def write_longrope(path: Path, n_short: int) -> Path:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from pyinertia.cli import about, bench
+from pyinertia.cli import about, bench, chat, info, run, summarise
+from pyinertia.cli.group import DEBUG, Group
+from pyinertia.cli.options import command
 from pyinertia.eval import cli as eval_cli
 
+USE, MEASURE = "Use a model", "Measure"
+
 app = typer.Typer(
-    help="llama.cpp with a KV cache that keeps what attention still needs.",
+    cls=Group,
+    help="llama.cpp with a KV cache that keeps what attention still needs. Without a command: "
+    "versions, devices and policies.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("bench", help=bench.HELP)(bench.main)
-app.add_typer(eval_cli.app, name="eval")
+command(app, "run", help=run.HELP, rich_help_panel=USE)(run.main)
+command(app, "chat", help=chat.HELP, rich_help_panel=USE)(chat.main)
+command(
+    app,
+    "summarise",
+    defaults=summarise.DEFAULTS,
+    help=summarise.HELP,
+    rich_help_panel=USE,
+)(summarise.main)
+command(app, "info", help=info.HELP, rich_help_panel=USE)(info.main)
+app.command("bench", help=bench.HELP, rich_help_panel=MEASURE)(bench.main)
+app.add_typer(eval_cli.app, name="eval", rich_help_panel=MEASURE)
 
 
 @app.callback(invoke_without_command=True)
-def main(context: typer.Context) -> None:
+def main(context: typer.Context, debug: Annotated[bool, DEBUG] = False) -> None:
     """Without a command: versions, devices and policies."""
     if context.invoked_subcommand is None:
         raise typer.Exit(about.main())

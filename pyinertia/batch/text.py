@@ -1,0 +1,127 @@
+"""Text work: prompts become tokens, long documents become parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import llama_cpp
+from semantic_text_splitter import TextSplitter
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt as the model takes it: token ids, and the stop strings of its chat format."""
+
+    ids: list[int]
+    stop: tuple[str, ...] = ()
+
+
+def encode(llm: llama_cpp.Llama, prompt: Prompt, prefix: Prompt | None = None) -> Tokens:
+    """Return the tokens of a prompt as `Llama.create_completion` or chat completion makes them.
+
+    Args:
+        llm: The model.
+        prompt: Text to be continued, or the messages of a chat that wants a reply.
+        prefix: Text that stands before the text, or messages that stand before the messages.
+
+    Raises:
+        TypeError: The prompt is neither, or the prefix is of the other kind.
+        ValueError: The prompt is empty, or the chat format does not take it.
+    """
+    if isinstance(prompt, str):
+        if prefix is not None and not isinstance(prefix, str):
+            msg = "the prefix is a list of messages, so the prompts must be, too; this one is text"
+            raise TypeError(msg)
+        if not prompt:
+            msg = "the prompt is empty; give it at least one character"
+            raise ValueError(msg)
+        return Tokens(llm.tokenize(f"{prefix or ''}{prompt}".encode(), special=True))
+    if not _is_chat(prompt):
+        msg = (
+            f"a prompt must be text, or a list of messages with 'role' and 'content'; this one is "
+            f"{_shortened(prompt)}"
+        )
+        raise TypeError(msg)
+    if isinstance(prefix, str):
+        msg = "the prefix is text, so the prompts must be, too; this one is a list of messages"
+        raise TypeError(msg)
+    if not prompt:
+        msg = "the prompt is an empty list; give it at least one message"
+        raise ValueError(msg)
+    return _encode_chat(llm, [*(prefix or ()), *prompt])
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and all(
+        isinstance(message, Mapping) and "role" in message for message in prompt
+    )
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class _Recorder:
+    """Takes the place of the Llama that a chat handler formats for, and keeps what it is sent."""
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self.llm, self.verbose = llm, False
+        self.tokenize = llm.tokenize
+        self.sent: Tokens | None = None
+
+    def create_completion(self, prompt: list[int], stop: Any = None, **_: Any) -> dict[str, Any]:
+        texts = [stop] if isinstance(stop, str) else list(stop or ())
+        self.sent = Tokens(list(prompt), tuple(texts))
+        choice = {"text": "", "index": 0, "logprobs": None, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        return {"id": "", "created": 0, "model": "", "choices": [choice], "usage": usage}
+
+
+def _encode_chat(llm: llama_cpp.Llama, messages: list[Message]) -> Tokens:
+    # a handler is all that llama-cpp-python offers for every chat format: it formats, then calls
+    recorder, name = _Recorder(llm), llm.chat_format or ""
+    handler: Callable[..., Any] = (
+        llm.chat_handler
+        or llm._chat_handlers.get(name)
+        or llama_cpp.llama_chat_format.get_chat_completion_handler(name)
+    )
+    try:
+        handler(llama=recorder, messages=messages)
+    except Exception as error:  # templates raise whatever they like
+        msg = f"the chat format {name!r} does not take these messages: {error}"
+        raise ValueError(msg) from error
+    if recorder.sent is None:
+        msg = f"the chat format {name!r} makes no single prompt of these messages"
+        raise ValueError(msg)
+    return recorder.sent
+
+
+def common_prefix(prompts: Iterable[Sequence[int]]) -> list[int]:
+    """Return the tokens that all prompts begin with."""
+    columns = zip(*prompts, strict=False)
+    return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+
+
+def split(text: str, n_most: int, count: Callable[[str], int]) -> list[str]:
+    """Split a text where paragraphs, sentences or words end; the parts together are the text.
+
+    Args:
+        text: The text.
+        n_most: Most tokens of a part.
+        count: Returns the number of tokens of a text.
+    """
+    n_tokens = count(text)
+    if n_tokens <= n_most:
+        return [text]
+    # parts of about the same size: a rest of two sentences makes a poor summary
+    n_slack = n_most // 10
+    n_parts = -(-n_tokens // (n_most - n_slack))
+    n_even = min(n_most, n_tokens // n_parts + n_slack + 1)
+    return TextSplitter.from_callback(count, n_even, trim=False).chunks(text)

@@ -1,0 +1,89 @@
+"""What is still in the cache, in plain words; and what must stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyinertia.errors import CommandError, PolicyError
+from pyinertia.policy import MAX_COUNT, QUERY_SCORERS
+
+if TYPE_CHECKING:
+    from pyinertia.llama import Llama
+
+N_QUESTION = 64  # tokens of a prompt's end that say what it asks
+
+
+class Span(NamedTuple):
+    """Tokens beside each other that share a fate."""
+
+    kept: bool
+    tokens: list[int]
+
+
+def used(llm: Llama) -> str:
+    """Cells, and what was dropped."""
+    n_tokens, budget = llm.n_tokens, llm.kv_policy.n_budget
+    if not llm.kv_policy.evicts:
+        return f"{n_tokens:,} of {llm._n_ctx:,} positions, nothing dropped"
+    n_cells = len(llm.kv_cells())
+    if isinstance(budget, float):
+        cells = f"{n_cells:,} cells (budget: {budget:.0%} of the prompt)"
+    else:
+        cells = f"{n_cells:,} of {budget:,} cells"
+    return f"{cells}, {dropped(n_tokens - n_cells, n_tokens)}"
+
+
+def dropped(n_dropped: int, n_tokens: int) -> str:
+    """How much the model no longer sees."""
+    if not n_dropped:
+        return "nothing dropped"
+    return f"{n_dropped:,} of {n_tokens:,} tokens dropped"
+
+
+def spans(llm: Llama, tokens: Sequence[int]) -> Iterator[Span]:
+    """Cut the tokens in the cache, [n] by position, into kept and dropped runs."""
+    kept = {*range(len(tokens))}
+    if llm.kv_policy.evicts:
+        kept = {*llm.kv_cells()["pos"].tolist()}
+    for stays, run in groupby(range(len(tokens)), kept.__contains__):
+        yield Span(stays, [tokens[i] for i in run])
+
+
+def protect(llm: Llama, n_system: int) -> None:
+    """Keep the first n_system positions for good.
+
+    Raises:
+        CommandError: The budget has no room for them.
+    """
+    if not llm.kv_policy.evicts:
+        return
+    try:
+        llm.kv_protect(0, n_system)
+    except PolicyError as error:
+        protected = ((0, n_system),)
+        least = replace(llm.kv_policy, n_budget=MAX_COUNT, protect=protected).n_least
+        msg = (
+            f"the system prompt has {n_system} tokens and is never dropped, --kv-budget "
+            f"{llm.kv_policy.n_budget} has no room for it; pass at least {least}, better "
+            f"{least + 256}, or shorten it"
+        )
+        raise CommandError(msg) from error
+
+
+def name_question(llm: Llama, text: str, n_new: int) -> None:
+    """Tell a bounded prefill what a prompt will ask: the end of a text.
+
+    Does nothing where a question has no meaning. A prompt of n_new tokens that is one batch asks
+    its question in it.
+    """
+    policy = llm.kv_policy
+    if policy.prefill != "bounded" or policy.scorer not in QUERY_SCORERS or llm._is_hybrid:
+        return
+    n_most = min(N_QUESTION, llm.n_batch // 4, llm.context_params.n_ubatch // 2)
+    if n_new <= llm.n_batch:
+        n_most = 0
+    end = llm.tokenize(text.encode(), add_bos=False)[-n_most:] if n_most else []
+    llm.kv_query(llm.detokenize(end).decode(errors="ignore") or None)

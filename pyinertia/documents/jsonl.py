@@ -1,0 +1,82 @@
+"""JSON lines: a document in each, in a field of an object."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from pyinertia.documents import plain
+from pyinertia.documents.document import Document, DocumentError, hash_of
+
+
+def documents(
+    file: BinaryIO,
+    path: str,
+    field: str,
+    encoding: str,
+    n_most: int,
+    known: Callable[[str], bool],
+) -> Iterator[Document | DocumentError]:
+    """Yield what each line is, a document or the reason why it is none; empty lines do not count.
+
+    Args:
+        file: Is read line by line.
+        path: Of the file.
+        field: The field with the text.
+        encoding: Of the file, if it has no byte order mark of UTF-8.
+        n_most: Most bytes of a line.
+        known: Whether a line with this hash is known; its text is then left empty.
+    """
+    number = 0
+    while line := file.readline(n_most + 1):
+        number += 1
+        n_bytes = len(line)
+        if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            yield DocumentError("UTF-16, JSON lines are UTF-8; convert it", n_bytes=n_bytes)
+            return
+        whole = n_bytes <= n_most
+        while not line.endswith(b"\n") and (rest := file.readline(n_most)):
+            n_bytes += len(rest)
+            line = rest
+            whole = False
+        if whole and not line.strip():
+            continue
+        sha256 = hash_of(line)
+        if known(sha256):
+            yield Document(path=path, line=number, text="", sha256=sha256, n_bytes=n_bytes)
+            continue
+        try:
+            if not whole:
+                msg = f"line {number} has {n_bytes:,} bytes, at most {n_most:,} are read; split it"
+                raise DocumentError(msg)
+            text = _text(plain.text(line, encoding), number, field)
+        except DocumentError as error:
+            yield DocumentError(str(error), line=number, sha256=sha256, n_bytes=n_bytes)
+        else:
+            yield Document(path=path, line=number, text=text, sha256=sha256, n_bytes=n_bytes)
+
+
+def _text(line: str, number: int, field: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        msg = f"line {number} is not JSON ({error}); mend it"
+        raise DocumentError(msg) from error
+    if not isinstance(record, dict):
+        msg = f"line {number} is no object; each must be one, as in {{{json.dumps(field)}: ...}}"
+        raise DocumentError(msg)
+    if field not in record:
+        there = ", ".join(map(str, record)) or "none"
+        msg = f"line {number} has no field {field!r}, it has {there}; name one with --field"
+        raise DocumentError(msg)
+    text = record[field]
+    if not isinstance(text, str):
+        msg = f"line {number}: the field {field!r} is a {type(text).__name__}, not a text"
+        raise DocumentError(msg)
+    if not text.strip():
+        msg = f"line {number}: the field {field!r} is empty; leave the line out"
+        raise DocumentError(msg)
+    # JSON can spell half a surrogate pair, which is no character
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
