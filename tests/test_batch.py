@@ -303,7 +303,6 @@ def test_without_free_cells_chunks_and_calls_are_halved(llama):
     [
         ({"n_parallel": 0}, ValueError, r"n_parallel=0 must be a whole number in \[1, 256\]"),
         ({"n_parallel": 300}, ValueError, "n_parallel=300"),
-        ({"n_parallel": 65}, ValueError, "n_batch=64 must be at least n_parallel=65"),
         ({"max_tokens": 0}, ValueError, "max_tokens=0"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"stop": [""]}, ValueError, "none of them empty"),
@@ -317,6 +316,16 @@ def test_without_free_cells_chunks_and_calls_are_halved(llama):
 def test_bad_arguments_are_refused_at_once(llama, kwargs, error, message):
     with pytest.raises(error, match=message):
         many([], llama, **kwargs)
+
+
+def test_slots_that_cannot_be_are_refused(llama, contexts):
+    with pytest.raises(ValueError, match=r"n_parallel=65 slots need .* n_batch=64"):
+        next(many(["a"], llama, n_parallel=65))
+    with pytest.raises(ValueError, match=r"n_ctx=67108864 times n_parallel=256 is more"):
+        next(many(["a"], llama, n_parallel=256, n_ctx=2**26, n_batch=256))
+    with pytest.raises(ValueError, match=r"no context of n_parallel=8 .* flash_attn=True if"):
+        next(many(["a"], llama, type_v=llama_cpp.GGML_TYPE_Q8_0))
+    assert not contexts - {None}
 
 
 def test_a_missing_model_is_named(tmp_path):

@@ -122,7 +122,7 @@ def summarise(
             instruction.
         ModelError: The model file is missing or cannot be read.
     """
-    check_model(n_parallel, kv_policy, kv_budget, kv_refresh, kwargs)
+    check_model(n_parallel, kv_policy, kv_budget, kv_refresh)
     settings, load = split_keywords(
         max_tokens, temperature, seed, {"repeat_penalty": 1.1, **kwargs}
     )

@@ -125,7 +125,7 @@ def generate_many(
             prefix.
         ModelError: The model file is missing or cannot be read.
     """
-    check_model(n_parallel, kv_policy, kv_budget, kv_refresh, kwargs)
+    check_model(n_parallel, kv_policy, kv_budget, kv_refresh)
     settings, load = split_keywords(max_tokens, temperature, seed, kwargs)
     stops = check_stop(stop)
 
@@ -194,16 +194,11 @@ def check_model(
     kv_policy: str | KVPolicy | None,
     kv_budget: int | None,
     kv_refresh: int | None,
-    kwargs: dict[str, Any],
 ) -> None:
     """Raise what can be known before the model is loaded."""
     whole = isinstance(n_parallel, Integral) and not isinstance(n_parallel, bool)
     if not whole or not 1 <= n_parallel <= N_PARALLEL_MOST:
         msg = f"n_parallel={n_parallel!r} must be a whole number in [1, {N_PARALLEL_MOST}]"
-        raise ValueError(msg)
-    n_batch = kwargs.get("n_batch", 512)
-    if n_batch < n_parallel:
-        msg = f"n_batch={n_batch} must be at least n_parallel={n_parallel}: one token of each"
         raise ValueError(msg)
     if resolve_policy(kv_policy, kv_budget, kv_refresh).evicts:
         resolve_policy(kv_policy, kv_budget, kv_refresh, "bounded")

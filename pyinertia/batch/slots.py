@@ -61,18 +61,44 @@ class Slots(Llama):
 
         Raises:
             PolicyError, ModelError, TypeError: As in `pyinertia.Llama`.
+            ValueError: n_ctx or n_batch is below n_parallel, or the slots do not fit into memory.
         """
         self._n_parallel = n_parallel
         evicts = resolve_policy(kv_policy, kv_budget, kv_refresh).evicts
-        super().__init__(
-            model_path,
-            kv_policy=kv_policy,
-            kv_budget=kv_budget,
-            kv_refresh=kv_refresh,
-            kv_prefill="bounded" if evicts else None,
-            n_ctx=n_ctx or n_ctx_train(os.fspath(model_path)),
-            **{"verbose": False, **kwargs},
-        )
+        n_ctx = n_ctx or n_ctx_train(os.fspath(model_path))
+        if n_ctx * n_parallel > MAX_COUNT:
+            msg = (
+                f"n_ctx={n_ctx} times n_parallel={n_parallel} is more than {MAX_COUNT}; pass a "
+                "smaller one of them"
+            )
+            raise ValueError(msg)
+        n_batch = kwargs.get("n_batch", 512)
+        if 0 < n_ctx < n_parallel or n_batch < n_parallel:
+            msg = (
+                f"n_parallel={n_parallel} slots need n_ctx and n_batch of at least as many tokens; "
+                f"they are n_ctx={n_ctx}, n_batch={n_batch}"
+            )
+            raise ValueError(msg)
+        try:
+            super().__init__(
+                model_path,
+                kv_policy=kv_policy,
+                kv_budget=kv_budget,
+                kv_refresh=kv_refresh,
+                kv_prefill="bounded" if evicts else None,
+                n_ctx=n_ctx,
+                **{"verbose": False, **kwargs},
+            )
+        except ValueError as error:
+            if "llama_context" not in str(error):
+                raise
+            msg = (
+                f"llama.cpp makes no context of n_parallel={n_parallel} slots with n_ctx={n_ctx}: "
+                "pass a smaller n_parallel or n_ctx if memory is short"
+                f"{'' if evicts else ' (a kv_policy bounds each slot by its budget)'}, flash_attn="
+                "True if type_v is a quantised one; verbose=True shows its own words"
+            )
+            raise ValueError(msg) from error
         self._shared: list[int] = []
         self._shared_state: ctypes.Array[ctypes.c_uint8] | None = None
 
