@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -244,7 +245,7 @@ def test_bad_prompts_end_with_errors_and_disturb_no_other(llama):
     assert sorted(bad) == [1, 2, 3, 4, 5, 6]
     assert "empty" in bad[1]
     assert "this one is 7" in bad[2]
-    assert "empty list" in bad[3]
+    assert "empty list of messages" in bad[3]
     assert "2001 tokens" in bad[5]
     assert "n_ctx=1024" in bad[5]
     good = {one.index: one.text for one in many(["good", "also good"], llama)}
@@ -308,6 +309,9 @@ def test_without_free_cells_chunks_and_calls_are_halved(llama):
         ({"stop": [""]}, ValueError, "none of them empty"),
         ({"top_q": 1}, TypeError, "no keyword 'top_q'; the nearest one is 'top_"),
         ({"kv_prefill": "full"}, TypeError, "no keyword 'kv_prefill'"),
+        ({"n_ctx": -1}, ValueError, "n_ctx=-1"),
+        ({"prefix": 7}, TypeError, "the prefix must be text, or a list of messages"),
+        ({"prefix": []}, ValueError, "the prefix is an empty list"),
         ({"kv_policy": "inertia"}, PolicyError, "Did you mean 'inertiakv'"),
         ({"kv_policy": "inertiakv", "kv_budget": 0.5}, PolicyError, "n_budget as a count"),
         ({"kv_policy": None, "kv_budget": 512}, TypeError, "need a policy that evicts"),
@@ -316,6 +320,34 @@ def test_without_free_cells_chunks_and_calls_are_halved(llama):
 def test_bad_arguments_are_refused_at_once(llama, kwargs, error, message):
     with pytest.raises(error, match=message):
         many([], llama, **kwargs)
+
+
+def test_a_single_prompt_is_no_list_of_prompts(llama):
+    with pytest.raises(TypeError, match="prompts must be several"):
+        many("one prompt", llama)
+    with pytest.raises(TypeError, match="not iterable"):
+        many(7, llama)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"grammar": llama_cpp.LlamaGrammar.from_string("root ::= [")}, "cannot be parsed"),
+        ({"grammar": "root ::= 'a'"}, "the grammar is a llama_cpp.LlamaGrammar"),
+        ({"top_k": "many", "temperature": 1.0}, "top_k='many'"),
+    ],
+)
+def test_samplers_that_cannot_be_are_refused(llama, contexts, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        next(many(["a"], llama, **kwargs))
+    assert not contexts
+
+
+def test_a_grammar_is_kept(llama):
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= "x" [0-9] [0-9] "!"')
+    results = list(many(["a", "b", "c"], llama, grammar=grammar, temperature=1.0, n_parallel=2))
+    assert all(re.fullmatch(r"x\d\d!", one.text) for one in results)
+    assert {one.finish_reason for one in results} == {"stop"}
 
 
 def test_slots_that_cannot_be_are_refused(llama, contexts):

@@ -20,8 +20,6 @@ from pyinertia.errors import PolicyError
 from pyinertia.llama import Llama, n_ctx_train
 from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
 
-N_PARALLEL_MOST = 256  # LLAMA_MAX_SEQ
-
 ERRORS = {
     1: "the cache has no free cells for it",
     2: "it was aborted",
@@ -251,9 +249,28 @@ class Slots(Llama):
         return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
 
     def sampler(self, seed: int, **settings: Any) -> llama_cpp._internals.LlamaSampler:
-        """Return llama.cpp's sampler chain; the settings are those of `Llama.sample`."""
+        """Return llama.cpp's sampler chain; the settings are those of `Llama.sample`.
+
+        Raises:
+            ValueError: A setting is of the wrong kind, or the grammar is none.
+        """
         self.set_seed(seed)
-        chain: llama_cpp._internals.LlamaSampler = self._init_sampler(**settings)
+        try:
+            chain: llama_cpp._internals.LlamaSampler = self._init_sampler(**settings)
+        except (ctypes.ArgumentError, TypeError, AttributeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            msg = (
+                f"no sampler can be made of {given}: {error}; the settings are numbers, the "
+                "grammar is a llama_cpp.LlamaGrammar"
+            )
+            raise ValueError(msg) from error
+        parts = (
+            llama_cpp.llama_sampler_chain_get(chain.sampler, i)
+            for i in range(llama_cpp.llama_sampler_chain_n(chain.sampler))
+        )
+        if not all(parts):  # sampling would end the process
+            msg = "the grammar cannot be parsed; see llama.cpp's grammars/README.md for its syntax"
+            raise ValueError(msg)
         return chain
 
 
