@@ -16,7 +16,7 @@ from helpers import tokens
 from tiny_models import EOS
 
 from pyinertia import KVPolicy, Llama, ModelError, PolicyError
-from pyinertia.batch import Completion, generate_many
+from pyinertia.batch import Completion, generate_many, summarise
 from pyinertia.batch.schedule import Job, Schedule, Settings
 from pyinertia.batch.slots import Slots
 
@@ -60,9 +60,11 @@ def contexts(monkeypatch):
     return open_ones
 
 
-def many(prompts, llama, **kwargs):
+def many(prompts, llama, call=generate_many, **kwargs):
     settings = {"kv_policy": POLICY, "max_tokens": 8, "temperature": 0.0, **TINY, **kwargs}
-    return generate_many(prompts, model=llama, **settings)
+    if call is summarise:
+        settings["instruction"] = "Sum up."
+    return call(prompts, model=llama, **settings)
 
 
 # each as it would be alone
@@ -252,13 +254,14 @@ def test_bad_prompts_end_with_errors_and_disturb_no_other(llama):
     assert (results[0].text, results[7].text) == (good[0], good[1])
 
 
-def test_prompts_that_raise_are_finished_first(llama, contexts):
+@pytest.mark.parametrize("call", [generate_many, summarise])
+def test_what_was_read_is_finished_when_the_reading_fails(llama, contexts, call):
     def broken():
         yield "one"
         yield "two"
         raise OSError("the disk is gone")
 
-    results = many(broken(), llama, n_parallel=4)
+    results = many(broken(), llama, n_parallel=4, call=call)
     done = [next(results), next(results)]
     assert contexts
     with pytest.raises(OSError, match="the disk is gone"):
@@ -268,8 +271,9 @@ def test_prompts_that_raise_are_finished_first(llama, contexts):
     assert not contexts
 
 
-def test_closing_frees_the_context(llama, contexts):
-    results = many((f"prompt {i}" for i in count()), llama, n_parallel=3)
+@pytest.mark.parametrize("call", [generate_many, summarise])
+def test_closing_frees_the_context(llama, contexts, call):
+    results = many((f"prompt {i}" for i in count()), llama, n_parallel=3, call=call)
     next(results)
     assert len(contexts) == 1
     results.close()

@@ -28,7 +28,7 @@ class Completion:
 
     Attributes:
         index: Which prompt, from 0.
-        text: The answer.
+        text: The answer, as far as it got.
         finish_reason: "stop" (the model ended it, or a stop string), "length" (max_tokens, or the
             last position), or "error".
         n_prompt: Tokens of the prompt, a shared prefix included.
