@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -229,3 +231,18 @@ def test_the_error_of_a_part_is_that_of_the_document(scripted):
 def test_settings_without_room_are_refused(llama, kwargs, message):
     with pytest.raises(ValueError, match=message):
         list(run(["text"], llama, **kwargs))
+
+
+def test_the_example_of_the_readme_runs(llama, tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Many documents")[2]
+    example = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    Path("reports").mkdir()
+    Path("reports/a.txt").write_text(REPORT[:400])
+    Path("reports/b.txt").write_text("")
+    Path("model.gguf").symlink_to(llama)
+    exec(example.replace("flash_attn=True", "n_threads=1, n_threads_batch=1, max_tokens=20"), {})
+    lines = capsys.readouterr().out
+    assert "a.txt" in lines
+    assert "b.txt the document is empty" in lines

@@ -79,8 +79,7 @@ def _lines() -> Iterator[str]:
     parts: list[str] = []
     while True:
         try:
-            # stdout is for answers, but input() edits lines only where it prints the prompt
-            line = input("> " if not parts else ". ") if sys.stdin.isatty() else input()
+            line = _typed("> " if not parts else ". ")
         except EOFError:
             break
         if line.endswith("\\"):
@@ -92,6 +91,20 @@ def _lines() -> Iterator[str]:
             yield text
     if rest := "\n".join(parts).strip():
         yield rest
+
+
+def _typed(prompt: str) -> str:
+    if not sys.stdin.isatty():
+        return input()
+    if not sys.stdout.isatty():  # stdout is for answers
+        sys.stderr.write(prompt)
+        sys.stderr.flush()
+        prompt = ""
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        say("")
+        raise
 
 
 def _answer(talk: Conversation, llm: Llama, text: str) -> None:

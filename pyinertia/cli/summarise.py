@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +14,12 @@ import typer
 from pyinertia.cli import sinks
 from pyinertia.cli.group import INTERRUPTED, say
 from pyinertia.cli.journal import Journal
-from pyinertia.cli.models import keywords, model_path, warnings_as_notes
+from pyinertia.cli.models import in_flags, keywords, model_path, warnings_as_notes
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
 from pyinertia.cli.pile import Pile
 from pyinertia.cli.progress import Meter
 from pyinertia.documents import STDIN, find, suffixes
-from pyinertia.errors import CommandError, PyInertiaError
+from pyinertia.errors import CommandError, PolicyError, PyInertiaError
 
 if TYPE_CHECKING:
     from pyinertia.batch import Summary
@@ -266,6 +265,7 @@ def _summarise(
     if not model.verbose:
         native_log.silence()
     policy = kv.policy()
+    budget = None if kv.kv_budget is None else int(policy.n_budget)
     try:
         with closing(  # type: ignore[type-var]
             summarise(
@@ -274,7 +274,9 @@ def _summarise(
                 instruction=INSTRUCTION if instruction is None else instruction,
                 n_part=part,
                 n_parallel=parallel,
-                kv_policy=replace(policy, prefill="full"),
+                kv_policy=kv.kv_policy,
+                kv_budget=budget,
+                kv_refresh=kv.kv_refresh,
                 n_ctx=context.ctx_size,
                 max_tokens=sampling.n_predict,
                 temperature=sampling.temp,
@@ -287,6 +289,8 @@ def _summarise(
             )
         ) as summaries:
             yield from summaries
+    except PolicyError as error:
+        raise CommandError(in_flags(error)) from error
     except PyInertiaError:
         raise
     except ValueError as error:
