@@ -269,6 +269,7 @@ def main() -> None:
     build_libs()
     if options.stock:
         build_stock_libs()
+    smollm2()
     say(f"ready: {LIB_DIR.relative_to(ROOT)}, run with {Path(sys.executable)}")
 
 

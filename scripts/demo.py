@@ -13,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +37,11 @@ def default_text() -> str:
     return "\n".join(topics[name] for name in names if name in topics)
 
 
-def prompt(llm: Llama, text: str, n_tokens: int) -> list[int]:
-    """A chat prompt around the first n_tokens tokens of the text."""
-    body = llm.detokenize(llm.tokenize(text.encode(), add_bos=False)[:n_tokens])
-    turns = [("system", SYSTEM), ("user", ASK.format(text=body.decode(errors="ignore")))]
-    chat = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
-    return list(llm.tokenize(f"{chat}<|im_start|>assistant\n".encode(), special=True))
+def chat(llm: Llama, text: str, n_most: int) -> tuple[list[dict[str, str]], int]:
+    """A chat about the first n_most tokens of the text, and how many there are."""
+    tokens = llm.tokenize(text.encode(), add_bos=False)[:n_most]
+    ask = ASK.format(text=llm.detokenize(tokens).decode(errors="ignore"))
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}], len(tokens)
 
 
 def watch(llm: Llama, n: int, label: str, done: threading.Event) -> None:
@@ -59,22 +57,28 @@ def bar(label: str, n_read: int, n: int, end: str) -> None:
     print(f"\r{line}", end=end, flush=True)
 
 
-def summarise(llm: Llama, ids: list[int], label: str) -> tuple[str, float, float]:
-    """The summary, and tokens per second of reading and of writing."""
+def summarise(
+    llm: Llama, messages: list[dict[str, str]], n: int, label: str
+) -> tuple[str, float, float]:
+    """The summary, and tokens per second of reading and of writing; n tokens are expected."""
     done = threading.Event()
-    watcher = threading.Thread(target=watch, args=(llm, len(ids), label, done))
+    watcher = threading.Thread(target=watch, args=(llm, n, label, done))
     watcher.start()
-    out, times = [], [time.perf_counter()]
-    for token in islice(llm.generate(ids, temp=0.0, repeat_penalty=1.15), N_SUMMARY):
-        times.append(time.perf_counter())
-        if len(times) == 2:
-            done.set()
-            watcher.join()
-        if token == llm.token_eos():
-            break
-        out.append(token)
-    prefill, decode = len(ids) / (times[1] - times[0]), (len(times) - 2) / (times[-1] - times[1])
-    return llm.detokenize(out).decode(errors="replace").strip(), prefill, decode
+    summary, start = "", time.perf_counter()
+    try:
+        stream = llm.create_chat_completion(
+            messages, stream=True, max_tokens=N_SUMMARY, temperature=0.0, repeat_penalty=1.15
+        )
+        for chunk in stream:
+            if not done.is_set():
+                n_read, first = llm.n_tokens, time.perf_counter()
+                done.set()
+                watcher.join()
+            summary += chunk["choices"][0]["delta"].get("content", "")
+    finally:
+        done.set()
+    end = time.perf_counter()
+    return summary.strip(), n_read / (first - start), (llm.n_tokens - n_read) / (end - first)
 
 
 def picture(kept: set[int], n: int) -> str:
@@ -124,20 +128,26 @@ def main() -> None:
     bootstrap.build_libs()
     model = options.model or bootstrap.smollm2()
 
-    from pyinertia import Llama
+    from pyinertia import Llama, PyInertiaError, resolve_policy
 
+    try:
+        resolve_policy(options.policy, options.budget)
+    except (PyInertiaError, ValueError) as error:
+        parser.error(str(error))
     text = options.text.read_text(encoding="utf-8") if options.text else default_text()
     common = {"n_ctx": options.tokens + N_SUMMARY + 256, "flash_attn": True, "verbose": False}
 
     full = Llama(model, **common)
-    ids = prompt(full, text, options.tokens)
-    print(f"\n{model.name} reads {len(ids)} tokens; the answer is written twice.\n")
-    _, full_prefill, full_decode = summarise(full, ids, "full cache")
+    messages, n = chat(full, text, options.tokens)
+    print(f"\n{model.name} reads {n} tokens; the answer is written twice.\n")
+    _, full_prefill, full_decode = summarise(full, messages, n, "full cache")
     full_stats = full.kv_stats()
     full.close()
 
     llm = Llama(model, kv_policy=options.policy, kv_budget=options.budget, **common)
-    summary, prefill, decode = summarise(llm, ids, f"budget {options.budget}")
+    label = f"budget {options.budget}"
+    summary, prefill, decode = summarise(llm, messages, n, label)
+    ids = llm.input_ids[: llm.n_tokens].tolist()
     stats, kept = llm.kv_stats(), set(llm.kv_cells()["pos"].tolist())
 
     print(f"\nSummary, written from {stats.n_used} of {stats.n_tokens} cells ({options.policy}):\n")
