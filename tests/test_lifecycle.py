@@ -130,7 +130,7 @@ def test_a_share_is_never_more_than_the_cells(context):
 )
 def test_a_batch_that_cannot_fit_evicts_nothing(context):
     context.decode({0: TOKENS[:300]})
-    context.decode({0: TOKENS[:513]}, expected=1)
+    context.decode({0: TOKENS[:512]}, expected=1)
     assert context.positions() == list(range(300))
     assert not _native.probe(context.ctx, 0, 2**31 - 1)
     context.decode({0: TOKENS[300:550]})
