@@ -161,10 +161,11 @@ class Llama(Chats):
             reason = "a draft_model takes positions back"
         elif self._logits_all:
             reason = "logits_all=True numbers the logits by position"
-        elif self._is_hybrid or not llama_cpp.llama_memory_can_shift(self._ctx.memory):
-            reason = "the keys of this model cannot be rotated"
-            if llama_cpp.llama_model_n_swa(self.model) and not self.context_params.swa_full:
-                reason += " in the small cache of a sliding window (swa_full=True allows it)"
+        elif not _native.can_close_gaps(self.ctx):
+            reason = (
+                "the keys in this cache cannot be rotated (hybrid models, sliding windows without "
+                "swa_full=True, quantised keys of heads whose size is no multiple of 64)"
+            )
         if reason:
             self.close()
             msg = f"kv_positions='compact': {reason}; use kv_positions='keep' and a larger n_ctx"

@@ -21,10 +21,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_llama(path: Path, n_layer: int = N_LAYER) -> Path:
+def write_llama(path: Path, n_layer: int = N_LAYER, n_head: int = N_HEAD) -> Path:
     """A plain decoder with grouped queries (llama)."""
     writer = _writer(path, "llama", n_layer)
-    return _finish(writer, path, _decoder(writer, n_layer))
+    return _finish(writer, path, _decoder(writer, n_layer, n_head))
 
 
 def write_chat(path: Path, template: str = CHAT_TEMPLATE) -> Path:
@@ -64,7 +64,7 @@ def write_gemma3(path: Path, n_window: int = 32) -> Path:
 def write_deci(path: Path) -> Path:
     """A llama of which the middle layer has no attention, and the cache no cells for it (deci)."""
     writer = _writer(path, "deci", 3)
-    shapes = _decoder(writer, 3, heads=[N_HEAD, 0, N_HEAD], heads_kv=[N_HEAD_KV, 0, N_HEAD_KV])
+    shapes = _decoder(writer, 3, without=(1,))
     writer.add_rope_dimension_count(N_EMBD // N_HEAD)
     return _finish(writer, path, {k: v for k, v in shapes.items() if "blk.1.attn" not in k})
 
@@ -122,14 +122,13 @@ def write_mamba(path: Path) -> Path:
 
 
 def _decoder(
-    writer: GGUFWriter,
-    n_layer: int,
-    heads: int | list[int] = N_HEAD,
-    heads_kv: int | list[int] = N_HEAD_KV,
+    writer: GGUFWriter, n_layer: int, n_head: int = N_HEAD, without: tuple[int, ...] = ()
 ) -> dict[str, tuple[int, ...]]:
-    n_embd_head = N_EMBD // N_HEAD
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads_kv)
+    """Metadata and shapes; `without`: layers that have no attention."""
+    n_embd_head = N_EMBD // n_head
+    has = [il not in without for il in range(n_layer)]
+    writer.add_head_count([n_head * h for h in has] if without else n_head)
+    writer.add_head_count_kv([N_HEAD_KV * h for h in has] if without else N_HEAD_KV)
     writer.add_key_length(n_embd_head)
     writer.add_value_length(n_embd_head)
     writer.add_layer_norm_rms_eps(1e-5)
