@@ -251,6 +251,8 @@ def test_debug_shows_the_traceback(tiny):
         done = call(*args, "-m", tiny, "-ctk", "q9", "hi", code=1)
         assert "Traceback" in done.stderr
         assert "CommandError: -ctk q9" in done.stderr
+    done = call("--debug", "eval", "agree", "-m", "no.gguf", code=1)
+    assert "ModelError: no.gguf does not exist" in done.stderr
 
 
 def test_llama_cpp_is_silent_unless_asked(tiny):
