@@ -24,7 +24,7 @@ from pyinertia.errors import CommandError, PolicyError, PyInertiaError
 if TYPE_CHECKING:
     from pyinertia.batch import Summary
 
-DEFAULTS = {"n_predict": 256, "temp": 0.2, "seed": 0}
+DEFAULTS = {"n_predict": 256, "temp": 0.2, "seed": 0, "repeat_penalty": 1.1}
 
 HELP = (
     "Summarise documents, many at a time: files, folders, globs, - for stdin."
@@ -62,6 +62,7 @@ FLAGS = {
     "top_k": "--top-k",
     "top_p": "--top-p",
     "min_p": "--min-p",
+    "repeat_penalty": "--repeat-penalty",
     "seed": "--seed",
 }
 
@@ -283,6 +284,7 @@ def _summarise(
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
+                repeat_penalty=sampling.repeat_penalty,
                 seed=sampling.seed,
                 verbose=model.verbose,
                 **keywords(model, context),
