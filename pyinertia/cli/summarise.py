@@ -30,7 +30,7 @@ HELP = (
     "Summarise documents, many at a time: files, folders, globs, - for stdin."
     "\n\n"
     f"Read are {suffixes()} (a document per line); other files that are named are read as text. "
-    "PDF needs pip install 'pyinertia\\[documents]'. A document that is longer than the model's "
+    "PDF and HTML need pip install 'pyinertia\\[documents]'. A document longer than the model's "
     "positions is read in parts."
     "\n\n"
     "With -o a run can be stopped at any time, even killed: the same command goes on where it was, "
