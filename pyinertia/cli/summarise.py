@@ -71,7 +71,7 @@ def main(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="DOCUMENTS...",
+            metavar="DOCUMENTS",
             help="Files, folders, globs, or - for stdin.",
             show_default=False,
         ),
