@@ -103,6 +103,21 @@ def test_a_sentence_is_cut_only_if_it_must():
     assert len(split("x" * 100, 30, len)) >= 4
 
 
+@pytest.mark.parametrize("text", ["x" * 2**17, "word " * 2**15, "A sentence. " * 2**13])
+def test_the_work_of_splitting_grows_with_the_text(text):
+    counted = 0
+
+    def count(part: str) -> int:
+        nonlocal counted
+        counted += len(part)
+        return len(part)
+
+    parts = split(text, 200, count)
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= 200
+    assert counted < 150 * len(text)
+
+
 # summaries
 
 

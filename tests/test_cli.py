@@ -27,7 +27,7 @@ from pyinertia.errors import CommandError
 GROUPS = (ModelOptions, ContextOptions, SamplingOptions, KVOptions)
 LLAMA_CPP = {
     *("-m", "-hf", "-c", "-n", "-t", "-ngl", "-b", "-ub", "-fa", "-ctk", "-ctv", "-f", "-p"),
-    *("-sys", "--temp", "--top-k", "--top-p", "--min-p", "--seed"),
+    *("-sys", "--temp", "--top-k", "--top-p", "--min-p", "--seed", "--repeat-penalty"),
 }
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 ONE = ["-t", "1", "--temp", "0"]
@@ -158,6 +158,20 @@ def test_run_tells_what_was_dropped(tiny, tmp_path):
     assert full.stderr == ""
 
 
+def test_run_samples_as_it_is_told(tiny):
+    sampling = ["--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.3"]
+    llm = Llama(tiny, n_ctx=1024, seed=7, flash_attn=True, n_threads=1, verbose=False)
+    stream = llm.generate(
+        llm.tokenize(b"Once"), temp=0.7, top_k=5, top_p=0.9, min_p=0.1, repeat_penalty=1.3
+    )
+    expected = llm.detokenize([t for t, _ in zip(stream, range(30), strict=False)])
+    told = ["-t", "1", "--temp", "0.7", "-s", "7", "-n", "30", *sampling]
+    assert (
+        invoke("run", "-m", tiny, *told, "Once").stdout
+        == expected.decode("utf-8", "replace") + "\n"
+    )
+
+
 # what goes wrong
 
 
@@ -251,6 +265,8 @@ def test_debug_shows_the_traceback(tiny):
         done = call(*args, "-m", tiny, "-ctk", "q9", "hi", code=1)
         assert "Traceback" in done.stderr
         assert "CommandError: -ctk q9" in done.stderr
+    done = call("--debug", "eval", "agree", "-m", "no.gguf", code=1)
+    assert "ModelError: no.gguf does not exist" in done.stderr
 
 
 def test_llama_cpp_is_silent_unless_asked(tiny):

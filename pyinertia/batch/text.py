@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import llama_cpp
 from semantic_text_splitter import TextSplitter
+
+N_BLOCK = 32  # characters per token, far more than a text has
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -124,4 +126,17 @@ def split(text: str, n_most: int, count: Callable[[str], int]) -> list[str]:
     n_slack = n_most // 10
     n_parts = -(-n_tokens // (n_most - n_slack))
     n_even = min(n_most, n_tokens // n_parts + n_slack + 1)
-    return TextSplitter.from_callback(count, n_even, trim=False).chunks(text)
+    splitter = TextSplitter.from_callback(count, n_even, trim=False)
+    # on a word without end its work is quadratic, so it gets a block at a time
+    return [part for block in _blocks(text, N_BLOCK * n_most) for part in splitter.chunks(block)]
+
+
+def _blocks(text: str, n_most: int) -> Iterator[str]:
+    """Cut a text into blocks of at most n_most characters, where it has an end of any kind."""
+    start = 0
+    while len(text) - start > n_most:
+        half, last = start + n_most // 2, start + n_most
+        ends = (text.rfind(end, half, last) + len(end) for end in ("\n\n", "\n", ". ", " "))
+        start, before = next((end for end in ends if end > half), last), start
+        yield text[before:start]
+    yield text[start:]

@@ -133,7 +133,9 @@ def _answer(talk: Conversation, llm: Llama, text: str) -> None:
         how = f"stopped at -n {len(answer.tokens)}, "
     if answer.end == "context":
         how = "stopped, no position is left; the next message starts anew, "
-    say(f"[{how}{answer.tokens_per_second:.1f} tokens/s, {memory.used(llm)}]")
+    used = memory.used(llm, talk.n_forgotten)
+    shows = "" if "nothing dropped" in used else "; /kept shows what is left"
+    say(f"[{how}{answer.tokens_per_second:.1f} tokens/s, {used}{shows}]")
 
 
 @contextmanager
@@ -199,7 +201,7 @@ def _show_kept(talk: Conversation, llm: Llama) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if talk.n_forgotten:
-        console.print(f"[the first {talk.n_forgotten} messages are gone]", style="dim")
+        console.print(f"[the first {talk.n_forgotten} messages dropped]", style="dim")
     for kept, tokens in talk.kept():
         if kept:
             text = llm.detokenize(tokens, special=True).decode(errors="replace")
@@ -207,4 +209,4 @@ def _show_kept(talk: Conversation, llm: Llama) -> None:
         else:
             console.print(f"[{len(tokens)} tokens dropped]", style="dim", end="")
     console.print()
-    say(f"[{memory.used(llm)}]")
+    say(f"[{memory.used(llm, talk.n_forgotten)}]")

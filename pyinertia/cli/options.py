@@ -195,6 +195,15 @@ class SamplingOptions:
             rich_help_panel="Sampling",
         ),
     ] = 0.05
+    repeat_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repeat-penalty",
+            min=0,
+            help="Above 1 makes what was said less likely, 1 is off.",
+            rich_help_panel="Sampling",
+        ),
+    ] = 1.0
     seed: Annotated[
         int,
         typer.Option(

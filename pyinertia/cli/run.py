@@ -38,7 +38,7 @@ System = Annotated[
 
 def main(
     text: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.", show_default=False)
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)
     ] = None,
     prompt: Annotated[
         str | None,

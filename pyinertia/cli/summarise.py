@@ -24,13 +24,13 @@ from pyinertia.errors import CommandError, PolicyError, PyInertiaError
 if TYPE_CHECKING:
     from pyinertia.batch import Summary
 
-DEFAULTS = {"n_predict": 256, "temp": 0.2, "seed": 0}
+DEFAULTS = {"n_predict": 256, "temp": 0.2, "seed": 0, "repeat_penalty": 1.1}
 
 HELP = (
     "Summarise documents, many at a time: files, folders, globs, - for stdin."
     "\n\n"
     f"Read are {suffixes()} (a document per line); other files that are named are read as text. "
-    "PDF needs pip install 'pyinertia\\[documents]'. A document that is longer than the model's "
+    "PDF and HTML need pip install 'pyinertia\\[documents]'. A document longer than the model's "
     "positions is read in parts."
     "\n\n"
     "With -o a run can be stopped at any time, even killed: the same command goes on where it was, "
@@ -62,6 +62,7 @@ FLAGS = {
     "top_k": "--top-k",
     "top_p": "--top-p",
     "min_p": "--min-p",
+    "repeat_penalty": "--repeat-penalty",
     "seed": "--seed",
 }
 
@@ -70,7 +71,7 @@ def main(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="DOCUMENTS...",
+            metavar="DOCUMENTS",
             help="Files, folders, globs, or - for stdin.",
             show_default=False,
         ),
@@ -283,6 +284,7 @@ def _summarise(
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
+                repeat_penalty=sampling.repeat_penalty,
                 seed=sampling.seed,
                 verbose=model.verbose,
                 **keywords(model, context),
