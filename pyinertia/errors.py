@@ -23,3 +23,7 @@ class BenchError(PyInertiaError, ValueError):
 
 class EvalError(PyInertiaError, ValueError):
     """An evaluation cannot start, or cannot go on."""
+
+
+class CommandError(PyInertiaError, ValueError):
+    """A command cannot do what it was asked for."""

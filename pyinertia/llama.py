@@ -19,6 +19,7 @@ from pyinertia import _native
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.policy import QUERY_SCORERS, KVPolicy, resolve_policy
 from pyinertia.stats import KVStats
+from pyinertia.vocabulary import open_vocabulary
 
 _native.load()  # before llama_cpp is imported: it decides which library llama_cpp gets
 
@@ -447,11 +448,9 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
 
 def _n_ctx_train(path: str) -> int:
     """Return the positions a model was trained for, 0 if its file cannot be read."""
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
     try:
-        model = llama_cpp._internals.LlamaModel(path_model=path, params=params, verbose=False)
-    except ValueError:
+        model = open_vocabulary(path)
+    except ModelError:
         return 0
     with closing(model):
         metadata = model.metadata()
