@@ -19,7 +19,6 @@ from pyinertia import _native
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.policy import QUERY_SCORERS, KVPolicy, resolve_policy
 from pyinertia.stats import KVStats
-from pyinertia.vocabulary import open_vocabulary
 
 _native.load()  # before llama_cpp is imported: it decides which library llama_cpp gets
 
@@ -448,9 +447,11 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
 
 def _n_ctx_train(path: str) -> int:
     """Return the positions a model was trained for, 0 if its file cannot be read."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
     try:
-        model = open_vocabulary(path)
-    except ModelError:
+        model = llama_cpp._internals.LlamaModel(path_model=path, params=params, verbose=False)
+    except ValueError:
         return 0
     with closing(model):
         metadata = model.metadata()
