@@ -349,6 +349,13 @@ def test_bad_input_is_one_readable_line(run, tmp_path, args, message):
     assert len(output.strip().splitlines()) == 1
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds to CPUs")
+def test_threads_are_the_cpus_that_may_be_used():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code += "from pyinertia.eval.options import Options; print(Options.threads)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
+
+
 def test_a_model_that_is_none_is_refused(tmp_path):
     for path, message in ((tmp_path / "no.gguf", "does not exist"), (Path(__file__), "not a GGUF")):
         args = ["eval", "ruler", "-m", str(path), "--out", str(tmp_path)]

@@ -35,9 +35,9 @@ def answer(
     stream = llm.generate(list(sample.prompt), temp=0.0)
     while True:
         start = time.perf_counter()
-        token = next(stream)
+        token = next(stream, None)
         steps.append(time.perf_counter() - start)
-        if llama_vocab_is_eog(llm._model.vocab, token):
+        if token is None or llama_vocab_is_eog(llm._model.vocab, token):
             break
         tokens.append(token)
         if len(tokens) == sample.n_predict or done(text_of(llm, tokens)):
