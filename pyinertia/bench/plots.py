@@ -77,7 +77,9 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     model = Path(results["settings"]["model"]).name
     made = dict(_steady(results) if "windows" in results else _grid(results))
     # what failed or was interrupted has no lines
-    figures = {name: _measured(figure) for name, figure in made.items() if _measured(figure).panels}
+    figures = {
+        name: measured for name, figure in made.items() if (measured := _measured(figure)).panels
+    }
     every_line = (
         line for figure in figures.values() for panel in figure.panels for line in panel.lines
     )

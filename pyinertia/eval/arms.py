@@ -93,6 +93,9 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
             except PolicyError as error:
                 refusals.append(Refusal(f"{name} {budget}", str(error)))
                 continue
+            if not policy.evicts:
+                msg = f"--policies: {name} evicts nothing, as the full cache that always runs"
+                raise EvalError(msg)
             other = named.setdefault((effective(policy), query), name)
             if other != name:
                 msg = (

@@ -52,7 +52,7 @@ def t_interval(strata: Sequence[Sequence[float]]) -> Interval:
 
 
 def score_interval(strata: Sequence[Sequence[float]], ties: float = 0) -> Interval:
-    """The interval of values within 1 of `ties`, which most of them may be equal to.
+    """The interval of values of at most 1 and within 1 of `ties`, which most may be equal to.
 
     Such are differences of scores, and with ties at 1 shares. It is Student's if N_LEAST values are
     no ties. Fewer do not tell the spread of those that were not seen, and the ends are those of the
@@ -65,10 +65,10 @@ def score_interval(strata: Sequence[Sequence[float]], ties: float = 0) -> Interv
     values = [value for stratum in strata for value in stratum]
     losses = sum(value < ties for value in values)
     gains = sum(value > ties for value in values)
-    if not strata or losses + gains >= N_LEAST:
-        return found
-    n = len(strata) * min(map(len, strata))
-    return Interval(found.mean, ties - most_share(losses, n), ties + most_share(gains, n))
+    if strata and losses + gains < N_LEAST:
+        n = len(strata) * min(map(len, strata))
+        found = Interval(found.mean, ties - most_share(losses, n), ties + most_share(gains, n))
+    return found._replace(high=min(found.high, 1.0))
 
 
 @cache
