@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -11,8 +13,10 @@ from typer.testing import CliRunner
 
 from pyinertia.cli import app
 from pyinertia.eval import claims, reproduction
+from pyinertia.eval.arms import parse_arms
 from pyinertia.eval.cli import CLAIMED
 
+ROOT = Path(__file__).parent.parent
 BUDGET = 256
 
 
@@ -31,6 +35,30 @@ def kept(*pos: int) -> dict:
 
 def test_the_command_runs_the_policies_of_the_claims():
     assert set(CLAIMED.split(",")) == set(claims.POLICIES)
+
+
+def test_readme_has_every_claim_and_the_verdict_of_its_interval():
+    rows = {}
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and cells[-1] in ("confirmed", "refuted", "inconclusive"):
+            rows[cells[0]] = cells[1:]
+    assert list(rows) == [claim.text for claim in claims.CLAIMS]
+    for claim in claims.CLAIMS:
+        measure, claimed, number, n_samples, verdict = rows[claim.text]
+        assert (measure, claimed) == (claim.measure.title, claim.range)
+        _, low, high = map(float, re.findall(r"-?[\d.]+", number))
+        assert claims._verdict(claim, low, high, [int(n_samples)]) == verdict, claim.text
+
+
+def test_readme_commands_name_policies_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^ +pyinertia eval .*--policies (\S+)", text, re.MULTILINE)
+    assert len(commands) == 2
+    for policies in commands:
+        arms, refusals = parse_arms(policies, "512")
+        assert not refusals
+        assert len(arms) == 1 + len(policies.split(","))
 
 
 def test_kept_cells_are_those_after_the_last_step():
