@@ -17,7 +17,7 @@ from pyinertia.bench.run import Run, text_tokens
 from pyinertia.bench.settings import N_SETTLE, Settings
 from pyinertia.bench.sides import Repeat, Side, specs
 from pyinertia.cli import app
-from pyinertia.errors import BenchError, PolicyError
+from pyinertia.errors import BenchError, CommandError, PolicyError
 
 N_PROMPT, BUDGET, N_DECODED = 120, 64, 19  # 4 to settle and 3 turns of 1 + 4
 CELL_BYTES = 2 * tiny_models.N_LAYER * 2 * 32 * 2  # K and V, layers, KV heads of 32, f16
@@ -138,6 +138,29 @@ def test_plots_are_pngs_of_the_stated_size(done, tmp_path):
             assert struct.unpack(">II", head[16:24]) == (1200, 600)
 
 
+def test_what_was_not_measured_is_not_drawn(done, tmp_path):
+    results = json.loads(json.dumps(done[1]))
+    for side in results["groups"][0]["sides"]:  # nothing of it came to decoding
+        side["summary"]["decode_ms"] = None
+    paths = plots.write(results, tmp_path)
+    assert [path.name for path in paths] == ["prefill_by_prompt.png", "memory_by_prompt.png"]
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    # Ctrl-C before the end of the first window
+    assert plots.write({"settings": results["settings"], "windows": []}, tmp_path) == []
+
+
+def test_a_policy_is_read_as_eval_reads_it(settings):
+    changed = replace(settings, policies=("inertiakv/n_sink=8",), stock_lib=None, full_cache=False)
+    changed.check()
+    (spec,) = specs(changed, next(changed.groups()))
+    side = Side(spec, changed, next(changed.groups()), text_tokens(changed.model, 200))
+    try:
+        side.open()
+        assert side.failed == ""
+    finally:
+        side.close()
+
+
 def test_a_turn_counts_all_but_its_first_token():
     repeat = Repeat(turns=[[90.0, 2.0, 4.0], [90.0, 5.0, 5.0], [90.0, 30.0, 50.0]])
     assert summary.decode_ms(repeat, 0) == 5.0  # of 3, 5, 40
@@ -224,15 +247,19 @@ def test_steady_has_ten_windows(tiny, tmp_path):
     ("changes", "error", "message"),
     [
         ({"model": Path("missing.gguf")}, BenchError, "missing.gguf: there is no such file"),
-        ({"policies": ("inertia",)}, BenchError, "Did you mean 'inertiakv'"),
+        ({"policies": ("inertia",)}, CommandError, "Did you mean 'inertiakv'"),
         ({"policies": ("full",)}, BenchError, "evicts nothing"),
         ({"budgets": (36,)}, PolicyError, "the budget must be at least 37"),
         ({"budgets": (N_PROMPT,)}, BenchError, "nothing would be evicted"),
         ({"prompts": (0,)}, BenchError, "--prompt 0: must be at least 1"),
         ({"n_tokens": 8}, BenchError, "pass at least 9"),
         ({"n_tokens": 64}, BenchError, "must be below --budget 64"),
-        ({"types_k": ("q3",)}, BenchError, "-ctk q3: must be one of f32, f16"),
-        ({"types_k": ("q8_0",), "flash_attn": False}, BenchError, "pass -fa on"),
+        ({"types_k": ("q3",)}, CommandError, "-ctk q3: the cache types are f32, f16"),
+        ({"types_k": ("q8_0",), "flash_attn": False}, CommandError, "pass -fa on"),
+        ({"policies": ("inertiakv-lazy",)}, BenchError, "pass a multiple of that, --block 8"),
+        ({"policies": ()}, BenchError, "--policies names none"),
+        ({"types_k": ()}, BenchError, "--cache-type-k names no type"),
+        ({"policies": ("inertiakv/n_sinks=8",)}, CommandError, "changes nothing of a policy"),
         ({"stock_lib": Path(__file__).parent}, BenchError, "has no llama library"),
     ],
 )
@@ -247,6 +274,7 @@ def test_bad_settings_are_named(settings, changes, error, message):
         (["-p", "2k"], "--prompt 2k: must be whole numbers, with commas between"),
         (["-fa", "auto"], "-fa auto: must be on or off"),
         (["--openvino", "no/such/python"], "not a Python with openvino-genai; pass one, or "),
+        (["--steady", "100", "--policies", ","], "--policies names none"),
         (["--steady", "5", "-t", "1"], "--steady 5: must be at least 10"),
     ],
 )

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +20,15 @@ from typer.testing import CliRunner
 from pyinertia import POLICIES, Llama
 from pyinertia.cli import app
 from pyinertia.errors import EvalError
-from pyinertia.eval.arms import parse_arms, parse_policy
+from pyinertia.eval.arms import parse_arms
 from pyinertia.eval.models import N_END, Models
 from pyinertia.eval.passages import Passages
-from pyinertia.eval.play import teacher_forced
+from pyinertia.eval.play import step_time, teacher_forced
 from pyinertia.eval.settings import Settings
 from pyinertia.eval.store import Store
 from pyinertia.eval.vocabulary import Vocabulary
 from pyinertia.policy import KVPolicy
+from pyinertia.policy_text import effective, parse_policy
 
 TIMES = {"t_token"}
 ARMS = ["--policies", "inertiakv,streaming-llm", "--budgets", "256", "-t", "1"]
@@ -77,7 +80,7 @@ def test_a_run_writes_every_sample_and_a_summary(whole):
     found = records(whole / "ruler.jsonl")
     assert len(found) == 3 * 2 * 3
     identity = json.loads(next(iter(found)))
-    assert {"task", "policy", "budget", "seed", "index", "length", "model"} <= identity.keys()
+    assert {"task", "policy", "budget", "sample", "index", "length", "model"} <= identity.keys()
     report = json.loads((whole / "ruler.json").read_text())
     assert [row["arm"] for row in report["rows"]] == ["full", "inertiakv 256", "streaming-llm 256"]
     for row in report["rows"]:
@@ -130,7 +133,7 @@ def test_perplexity_is_that_of_the_text(run, tiny, tmp_path):
     found = records(tmp_path / "ppl.jsonl")
     assert len(found) == 6
     vocabulary = Vocabulary(tiny)
-    passages = Passages(vocabulary, None, length=600, n_tokens=24, seed=0)
+    passages = Passages(vocabulary, None, length=600, n_tokens=24, n_samples=2, seed=0)
     llm = Llama(tiny, n_ctx=600, n_threads=1, flash_attn=True, logits_all=True, verbose=False)
     for key, result in found.items():
         sample, index = json.loads(key), json.loads(key)["index"]
@@ -158,7 +161,9 @@ def test_perplexity_is_that_of_the_text(run, tiny, tmp_path):
 def test_an_arm_is_what_its_policy_is_in_a_model_of_its_own(tiny, policy):
     """A shared start of the prompt changes nothing, if both evaluate it in the same batches."""
     n_prompt = 512 + N_END
-    tokens = Passages(Vocabulary(tiny), None, length=n_prompt + 24, n_tokens=24, seed=0)
+    tokens = Passages(
+        Vocabulary(tiny), None, length=n_prompt + 24, n_tokens=24, n_samples=2, seed=0
+    )
     sample = tokens.sample("text", 0)
     assert len(sample.prompt) == n_prompt
     arms, _ = parse_arms(f"random,{policy}", "256")
@@ -178,22 +183,37 @@ def test_an_arm_is_what_its_policy_is_in_a_model_of_its_own(tiny, policy):
     assert np.array_equal(logits, expected)
 
 
-def test_overlap_compares_each_aggregation(run, tmp_path):
-    args = ["overlap", "--samples", 1, "--length", 600, "--tokens", 8, *ARMS]
-    run(*args, "--out", tmp_path)
+def test_overlap_runs_each_policy_as_it_is_named(run, tmp_path):
+    names = ["coupled", "h2o", "inertiakv/last", "streaming-llm"]
+    args = ["overlap", "--samples", 2, "--length", 600, "--tokens", 8, "--budgets", "256", "-t", 1]
+    query = "inertiakv/bounded/query"
+    output = run(*args, "--policies", ",".join([*names, query]), "--out", tmp_path)
+    # a text asks nothing that could be named
+    assert f"{query} 256 did not run: text asks no question" in " ".join(output.split())
     rows = json.loads((tmp_path / "overlap.json").read_text())["rows"]
-    names = ["inertiakv/ema", "inertiakv/last", "streaming-llm"]
     assert {row["a"] for row in rows} == set(names)
     assert {row["step"] for row in rows} == {1, 2, 8}
     for row in rows:
+        jaccard = row["jaccard"]
         if row["a"] == row["b"]:
-            assert (row["jaccard"], row["spearman"]) == (1, pytest.approx(1))
+            assert (jaccard["mean"], row["spearman"]["mean"]) == (1, pytest.approx(1))
         elif row["step"] == 1:  # nothing was cut yet
-            assert row["jaccard"] == 1
+            assert jaccard["mean"] == 1
         elif row["b"] == "streaming-llm":
-            assert 0 < row["jaccard"] < 1
-    cells = next(iter(records(tmp_path / "overlap.jsonl").values()))["cells"]
-    assert [len(cells[step]["pos"]) for step in ("1", "2", "8")] == [593, 256, 256]
+            assert 0 < jaccard["mean"] < 1
+        # two samples tell little: of a share of 0.842, 1 - 0.025^(1/2), two of two may lack
+        same = row["a"] == row["b"] or row["step"] == 1
+        assert jaccard["low"] == pytest.approx(1 - 0.8419 if same else 0, abs=1e-4)
+        assert jaccard["high"] == 1
+    fields = {}
+    for key, result in records(tmp_path / "overlap.jsonl").items():
+        sample = json.loads(key)
+        fields[sample["policy"]] = (sample["fields"]["aggregation"], sample["fields"]["beta"])
+        counts = [len(result["cells"][step]["pos"]) for step in ("1", "2", "8")]
+        assert counts == [593, 256, 256]
+    assert fields["coupled"] == ("coupled", 0.99)
+    assert fields["h2o"][0] == "sum"
+    assert fields["inertiakv/last"][0] == "last"
 
 
 def test_data_sets_run_from_local_files(run, tmp_path):
@@ -215,15 +235,74 @@ def test_data_sets_run_from_local_files(run, tmp_path):
         assert [row["n_samples"] for row in rows] == [n_samples] * 3
 
 
-def test_other_texts_are_not_compared(run, whole, tmp_path):
-    lines = (whole / "ruler.jsonl").read_text().splitlines()
-    changed = [json.loads(line) for line in lines]
-    changed[1]["result"]["prompt"] = "of another text"
-    (tmp_path / "ruler.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
-    output = run(*NEEDLES, "--no-plots", "--samples", 3, "--out", tmp_path)
-    assert "1 results are of other texts" in output
-    rows = json.loads((tmp_path / "ruler.json").read_text())["rows"]
-    assert [row["n_samples"] for row in rows] == [6, 5, 6]
+def test_what_a_result_depends_on_is_measured_again(tiny, tmp_path, monkeypatch):
+    """Other answers to the same prompt, other fields under a name, threads, layers, versions."""
+    vocabulary = Vocabulary(tiny)
+    passages = Passages(vocabulary, None, length=600, n_tokens=24, n_samples=2, seed=0)
+    (arm,) = parse_arms("inertiakv", "256")[0][1:]
+    settings = Settings(model=tiny, model_sha256="x", length=600, seed=0, n_threads=1)
+    sample = replace(passages.sample("text", 0), answers=("yes",))
+
+    def key(settings=settings, arm=arm, sample=sample) -> dict:
+        return settings.identity("ppl", arm, ("text", 0), sample.sha256)
+
+    store = Store(tmp_path / "ppl.jsonl")
+    store.add(key(), {"score": 1})
+    store.close()
+    store = Store(tmp_path / "ppl.jsonl")
+    assert store.get(key()) == {"score": 1}
+    assert store.get(key(sample=replace(sample, answers=("no",)))) is None
+    assert store.get(key(sample=replace(sample, question_span=(1, 2)))) is None
+    assert store.get(key(arm=replace(arm, policy=replace(arm.policy, n_pool=9)))) is None
+    assert store.get(key(settings=replace(settings, n_threads=2))) is None
+    assert store.get(key(settings=replace(settings, n_gpu_layers=1))) is None
+    monkeypatch.setattr("pyinertia.__version__", "0+other")
+    assert store.get(key()) is None
+    store.close()
+
+
+def test_answers_of_changed_data_are_measured_again(run, tmp_path):
+    args = ["ruler", "--no-plots", "--tasks", "qa_1", "--samples", 1, "--length", 600, *ARMS]
+    for answer in ("Ten", "Six"):  # the prompt is the same
+        question = {"question": "How many?", "answers": [{"text": answer}]}
+        paragraph = {"context": "Ten or six.", "qas": [question]}
+        (tmp_path / "qa.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+        run(*args, "--qa", tmp_path / "qa.json", "--out", tmp_path)
+    assert len(records(tmp_path / "ruler.jsonl")) == 2 * 3
+
+
+def test_windows_of_a_text_do_not_overlap(tiny, tmp_path):
+    # a byte is a token, and these bytes are all there are of theirs
+    text = "".join(chr(0x4E00 + i) for i in range(1700))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    vocabulary = Vocabulary(tiny)
+
+    def windows(n_samples: int, seed: int) -> list[tuple[int, ...]]:
+        given = {"length": 601, "n_tokens": 24, "n_samples": n_samples, "seed": seed}
+        passages = Passages(vocabulary, tmp_path / "text.txt", **given)
+        samples = [passages.sample("text", i) for i in range(n_samples)]
+        return [(*s.prompt, *s.continuation)[len(vocabulary.encode("")) :] for s in samples]
+
+    every = windows(8, 0)  # 5,100 tokens
+    tokens = vocabulary.encode(text)
+    starts = sorted(
+        next(i for i in range(len(tokens)) if tuple(tokens[i : i + 600]) == window)
+        for window in every
+    )
+    assert all(b - a >= 600 for a, b in pairwise(starts))
+    assert windows(3, 0) == every[:3]
+    assert windows(3, 1) != every[:3]
+    with pytest.raises(EvalError, match=r"8 windows of --length 601 .* or --samples 8"):
+        windows(9, 0)
+
+
+def test_the_time_of_a_step_has_its_share_of_scored_ones():
+    # the prompt, the first step with all cells, the cut; then 1 scored step of 9 among 3 of 1
+    steps = [90, 50, 60, *[1, 1, 9, 1] * 3]
+    assert step_time(steps, 4) == (1 + 1 + 9 + 1) / 4
+    assert step_time([*steps, 1, 1], 4) == (1 + 1 + 9 + 1) / 4  # a period that is not whole
+    assert step_time(steps[:-5], 4) is None  # 7 steps
+    assert step_time(steps[:11], 1) == 3
 
 
 def test_agreement_with_itself_is_whole(run, tmp_path):
@@ -235,7 +314,7 @@ def test_agreement_with_itself_is_whole(run, tmp_path):
 
 def test_questions_need_their_data(run, tmp_path):
     args = ["ruler", "--samples", 1, "--length", 900, *ARMS, "--out", tmp_path]
-    assert "pass a local copy with --qa" in run(*args, "--tasks", "qa_1", code=1)
+    assert "pass a local copy with --qa" in run(*args, "--tasks", "qa_1", code=2)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +333,12 @@ def test_questions_need_their_data(run, tmp_path):
         (["longbench", "--data", "nothing"], "nothing cannot be read"),
         (["longbench-v2", "--data", "nothing"], "nothing cannot be read"),
         (["ruler", "-ctk", "f8"], "-ctk f8: the cache types are"),
-        (["ruler", "-ctv", "q8_0", "--no-flash-attn"], "needs flash attention"),
+        (["ruler", "-ctv", "q8_0", "-fa", "off"], "need flash attention"),
+        (["ruler", "-fa", "auto"], "-fa auto: must be on or off"),
+        (["ruler", "--policies", "h2o,h2o/beta=0.5"], "h2o and h2o/beta=0.5 keep the same cells"),
+        (["ruler", "--policies", "h2o,h2o/scorer=none"], "h2o/scorer=none evicts nothing"),
+        (["ruler", "--policies", "tova/last/ema"], "changes aggregation twice"),
+        (["ppl", "--samples", "9999"], "windows of --length 900 that do not overlap"),
     ],
 )
 def test_bad_input_is_one_readable_line(run, tmp_path, args, message):
@@ -262,17 +346,24 @@ def test_bad_input_is_one_readable_line(run, tmp_path, args, message):
         args = [*args, "--length", "900"]
     if args[0] == "ruler" and "--tasks" not in args:
         args = [*args, "--tasks", "vt"]
-    output = run(*args, "--out", tmp_path, code=1)
+    output = run(*args, "--out", tmp_path, code=2)
     assert message in output
     assert output.startswith("error: ")
     assert len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds to CPUs")
+def test_threads_are_the_cpus_that_may_be_used():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code += "from pyinertia.eval.options import Options; print(Options.threads)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
 
 
 def test_a_model_that_is_none_is_refused(tmp_path):
     for path, message in ((tmp_path / "no.gguf", "does not exist"), (Path(__file__), "not a GGUF")):
         args = ["eval", "ruler", "-m", str(path), "--out", str(tmp_path)]
         done = CliRunner().invoke(app, args)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert message in done.output
 
 
@@ -285,6 +376,15 @@ def test_policies_can_be_changed():
     )
     arms, _ = parse_arms(",".join(POLICIES), "512")
     assert [arm.name for arm in arms] == list(POLICIES)
+    # what the preset's budget has no room for, this one has; the other way round is refused
+    arms, _ = parse_arms("inertiakv/n_recent=1024,inertiakv/n_refresh=2000", "2048")
+    assert [arm.policy for arm in arms[1:]] == [
+        KVPolicy(n_recent=1024, n_budget=2048),
+        KVPolicy(n_refresh=2000, n_budget=2048),
+    ]
+    # each budget once, however it is written
+    arms, _ = parse_arms("h2o", "0.12,0.124,0.120,256,0256")
+    assert [arm.label for arm in arms] == ["full", "h2o 12%", "h2o 12.4%", "h2o 256"]
     arms, refusals = parse_arms("inertiakv,tova/n_recent=600", "512,0.5")
     assert [arm.label for arm in arms] == [
         "full",
@@ -293,6 +393,26 @@ def test_policies_can_be_changed():
         "tova/n_recent=600 50%",
     ]
     assert [refusal.label for refusal in refusals] == ["tova/n_recent=600 512"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("h2o", "h2o/beta=0.5", True),
+        ("inertiakv/last", "tova/lambda_=None/n_window=16/n_pool=7", True),
+        ("streaming-llm", "streaming-llm/heads=max", True),
+        ("streaming-llm", "streaming-llm/frozen=True", False),  # generated tokens outrank
+        ("random", "random/seed=1", False),
+        ("inertiakv", "inertiakv/seed=1", True),
+        ("score-free", "score-free/last", True),  # a first ranking and no other
+        ("score-free", "score-free/sum", False),
+        ("score-free/bounded", "score-free/bounded/last", False),  # every batch has a ranking
+        ("keydiff", "keydiff/n_window=0", True),
+        ("inertiakv", "inertiakv/beta=0.9", False),
+    ],
+)
+def test_policies_that_are_one_in_effect_are_known(one, other, same):
+    assert (effective(parse_policy(one)) == effective(parse_policy(other))) is same
 
 
 def test_a_question_can_be_named_before_its_prompt(run, tmp_path, monkeypatch):

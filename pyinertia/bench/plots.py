@@ -75,7 +75,11 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the plots into a folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     model = Path(results["settings"]["model"]).name
-    figures = dict(_steady(results) if "windows" in results else _grid(results))
+    made = dict(_steady(results) if "windows" in results else _grid(results))
+    # what failed or was interrupted has no lines
+    figures = {
+        name: measured for name, figure in made.items() if (measured := _measured(figure)).panels
+    }
     every_line = (
         line for figure in figures.values() for panel in figure.panels for line in panel.lines
     )
@@ -83,6 +87,11 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     for name, figure in figures.items():
         _draw(folder / f"{name}.png", figure._replace(title=f"{model}, {figure.title}"), names)
     return [folder / f"{name}.png" for name in figures]
+
+
+def _measured(figure: Figure) -> Figure:
+    """The panels that have something to draw."""
+    return figure._replace(panels=[panel for panel in figure.panels if panel.lines])
 
 
 def _grid(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
@@ -113,7 +122,9 @@ def _steady(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     for metric, labels in names.items():
         x = [window["n_tokens"] for window in windows]
         columns = {label: [window[name] for window in windows] for name, label in labels.items()}
-        lines = [Line(label, x, list(map(_point, values))) for label, values in columns.items()]
+        lines = [
+            Line(label, x, list(map(_point, values))) for label, values in columns.items() if values
+        ]
         panels.append(Panel(metric, lines))
     title = f"{settings['policies'][0]}, budget {settings['budgets'][0]}"
     yield "steady", Figure(panels, "tokens decoded, ten windows", title)

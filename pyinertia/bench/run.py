@@ -8,13 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pyinertia import _native
 from pyinertia.bench import gguf, machine
 from pyinertia.bench.settings import N_SETTLE, Group, Settings
 from pyinertia.bench.sides import Side, Spec, specs
 from pyinertia.bench.summary import summarise
 from pyinertia.bench.worker import N_BATCH
-from pyinertia.errors import ModelError
+from pyinertia.vocabulary import open_vocabulary
 
 DECODE_WEIGHT = 8  # about how many tokens of a prompt take as long as a decode step
 
@@ -111,17 +110,7 @@ class Run:
 
 def text_tokens(model: Path, n_tokens: int) -> list[int]:
     """Return the first tokens of Python's own help texts, which every Python has."""
-    _native.load()
-    import llama_cpp
-    from llama_cpp._internals import LlamaModel
-
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    try:
-        vocabulary = LlamaModel(path_model=str(model), params=params, verbose=False)
-    except ValueError as error:
-        msg = f"--model {model} is not a complete GGUF model that this llama.cpp can read"
-        raise ModelError(msg) from error
+    vocabulary = open_vocabulary(model)
     text = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     # no vocabulary of words needs more than 8 bytes of it for a token
     tokens: list[int] = vocabulary.tokenize(

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyinertia
-from pyinertia import POLICIES
 from pyinertia.bench.worker import N_BATCH
 from pyinertia.errors import BenchError
+from pyinertia.kv_types import check_kv_types
+from pyinertia.policy_text import parse_policy
 
-BOUNDED = "/bounded"
 N_SETTLE = 4  # first decode query, cut and compaction, new graph
 CHECKOUT = Path(pyinertia.__file__).parent.parent
 MODEL = CHECKOUT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 STOCK_LIB = CHECKOUT / "build" / "stock" / "install" / "pyinertia" / "lib"
-
-# the cache types of llama.cpp's own tools, and their numbers in enum ggml_type (ggml.h)
-KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6}
-KV_TYPES |= {"q4_1": 3, "q4_0": 2, "iq4_nl": 20}
-FLOATS = {"f32", "f16", "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +101,18 @@ class Settings:
                 f"{self.n_block + 1}; pass at least {N_SETTLE + self.n_block + 1}"
             )
             raise BenchError(msg)
-        self._check_types()
+        if not self.types_k:
+            msg = "--cache-type-k names no type; pass one, such as f16"
+            raise BenchError(msg)
+        for type_k in self.types_k:
+            for type_v in self.types_v or (type_k,):
+                check_kv_types(type_k, type_v, self.flash_attn)
+        if not self.policies:
+            msg = "--policies names none; pass one, such as inertiakv"
+            raise BenchError(msg)
         for name in self.policies:
             for budget in self.budgets:
-                check_policy(name, budget)
+                check_policy(name, budget, self.n_block)
         for n_prompt in self.prompts:
             if not self.budgets_below(n_prompt):
                 msg = (
@@ -120,20 +122,6 @@ class Settings:
                 raise BenchError(msg)
         if self.stock_lib:
             self._check_stock()
-
-    def _check_types(self) -> None:
-        for flag, types in {"-ctk": self.types_k, "-ctv": self.types_v}.items():
-            for name in types:
-                if name not in KV_TYPES:
-                    msg = f"{flag} {name}: must be one of {', '.join(KV_TYPES)}"
-                    raise BenchError(msg)
-        quantised = {*(self.types_v or self.types_k)} - FLOATS
-        if quantised and not self.flash_attn:
-            msg = (
-                f"-ctv {_joined(sorted(quantised))} with -fa off: a quantised V needs "
-                "flash attention; pass -fa on, or a float type for -ctv"
-            )
-            raise BenchError(msg)
 
     def _check_stock(self) -> None:
         if self.stock_lib and not any(self.stock_lib.glob("*llama.*")):
@@ -148,25 +136,21 @@ class Settings:
                 raise BenchError(msg)
 
 
-def split_policy(name: str) -> tuple[str, bool]:
-    """Return the policy's name, and whether its prefill is bounded."""
-    return name.removesuffix(BOUNDED), name.endswith(BOUNDED)
+def check_policy(name: str, budget: int, n_block: int) -> None:
+    """Raise where no policy of that name and budget can be made, or a turn has no fair share of it.
 
-
-def check_policy(name: str, budget: int) -> None:
-    """Raise where no policy of that name and budget can be made; the worker makes it."""
-    policy, _ = split_policy(name)
-    if policy not in POLICIES:
-        nearest = get_close_matches(policy, POLICIES, n=1, cutoff=0.0)[0]
-        msg = (
-            f"--policies {name}: known are {', '.join(POLICIES)}, each also with {BOUNDED} behind "
-            f"it. Did you mean {nearest!r}?"
-        )
-        raise BenchError(msg)
-    if not POLICIES[policy].evicts:
+    The worker makes it.
+    """
+    policy = parse_policy(name, budget)
+    if not policy.evicts:
         msg = f"--policies {name}: it evicts nothing; every table has it as kv_policy=None"
         raise BenchError(msg)
-    replace(POLICIES[policy], n_budget=budget)
+    if n_block % policy.n_refresh:
+        msg = (
+            f"--block {n_block}: {name} scores one step of {policy.n_refresh}; pass a multiple of "
+            f"that, --block {policy.n_refresh * -(-n_block // policy.n_refresh)}"
+        )
+        raise BenchError(msg)
 
 
 def _joined(values: tuple[object, ...] | list[str]) -> str:

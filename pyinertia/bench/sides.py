@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyinertia.bench import worker
-from pyinertia.bench.settings import KV_TYPES, Group, Settings, split_policy
+from pyinertia.bench.settings import Group, Settings
+from pyinertia.kv_types import KV_TYPES
 
 STOCK, NONE = "stock", "kv_policy=None"
 
@@ -26,8 +27,7 @@ class Spec:
     kind: str  # pyinertia, stock, openvino
     n_prompt: int
     n_ctx: int
-    policy: str | None = None
-    bounded: bool = False
+    policy: str | None = None  # as `parse_policy` reads it
     budget: int | None = None
 
 
@@ -46,10 +46,7 @@ def specs(settings: Settings, group: Group) -> Iterator[Spec]:
         yield Spec(name=NONE, kind="pyinertia", **whole)
     for budget in budgets:
         for name in settings.policies:
-            policy, bounded = split_policy(name)
-            yield Spec(
-                name=name, kind="pyinertia", policy=policy, bounded=bounded, budget=budget, **whole
-            )
+            yield Spec(name=name, kind="pyinertia", policy=name, budget=budget, **whole)
     if settings.openvino:
         if settings.full_cache:
             yield Spec(name="openvino", kind="openvino", **whole)
@@ -104,7 +101,6 @@ class Side:
             "type_v": KV_TYPES[group.type_v],
             "kv_type": group.type_k,
             "policy": spec.policy,
-            "bounded": spec.bounded,
             "budget": spec.budget,
             "tokens": tokens,
         }

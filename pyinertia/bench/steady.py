@@ -8,7 +8,7 @@ from typing import Any
 
 from pyinertia.bench import machine
 from pyinertia.bench.run import DECODE_WEIGHT, text_tokens
-from pyinertia.bench.settings import N_SETTLE, Settings, split_policy
+from pyinertia.bench.settings import N_SETTLE, Settings
 from pyinertia.bench.sides import Side, Spec
 from pyinertia.bench.worker import N_BATCH
 from pyinertia.errors import BenchError
@@ -30,14 +30,12 @@ class Steady:
         self.settings, self.n_tokens = settings, n_tokens
         self.group = next(settings.groups())
         self.windows: list[dict[str, Any]] = []
-        policy, bounded = split_policy(settings.policies[0])
         self.spec = Spec(
             name=settings.policies[0],
             kind="pyinertia",
             n_prompt=self.group.n_prompt,
             n_ctx=self.group.n_prompt + ROOM,
-            policy=policy,
-            bounded=bounded,
+            policy=settings.policies[0],
             budget=settings.budgets[0],
         )
 

@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,6 +64,10 @@ class LlamaCpp:
         self._callback = self.low.llama_log_callback(self._take_log)
         self.low.llama_log_set(self._callback, None)
         warnings.simplefilter("ignore")  # a small budget is the user's choice here
+        policy = {}
+        if job["policy"]:
+            parse_policy = import_module("pyinertia.policy_text").parse_policy
+            policy["kv_policy"] = parse_policy(job["policy"], job["budget"])
         try:
             self.llm = library.Llama(
                 job["model"],
@@ -77,7 +81,7 @@ class LlamaCpp:
                 type_v=job["type_v"],
                 swa_full=False,
                 verbose=False,
-                **({"kv_policy": _policy(job)} if job["policy"] else {}),
+                **policy,
             )
         except ValueError as error:
             errors = [line.strip() for line in self.log if "error" in line.lower()]
@@ -119,13 +123,6 @@ class LlamaCpp:
                 n_bytes * min(self.n_past, n_cells) // n_cells for n_bytes, n_cells in self.caches
             ),
         }
-
-
-def _policy(job: dict[str, Any]) -> Any:
-    from pyinertia import POLICIES
-
-    policy = replace(POLICIES[job["policy"]], n_budget=job["budget"])
-    return replace(policy, prefill="bounded") if job["bounded"] else policy
 
 
 class OpenVINO:

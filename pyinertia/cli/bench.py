@@ -61,7 +61,7 @@ def main(
     policies: Annotated[
         str | None,
         typer.Option(
-            help="Names, as `pyinertia` lists them; with /bounded behind, prefill is bounded.",
+            help="Names, as `pyinertia` lists them. NAME/bounded or NAME/FIELD=VALUE changes one.",
             show_default=FULL.policies,
         ),
     ] = None,

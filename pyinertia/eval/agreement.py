@@ -17,7 +17,7 @@ from pyinertia.eval.runner import Measured
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.scored import Scored
 from pyinertia.eval.settings import Item
-from pyinertia.eval.statistics import bootstrap
+from pyinertia.eval.statistics import score_interval
 from pyinertia.eval.vocabulary import Vocabulary
 
 
@@ -94,16 +94,15 @@ def find(measured: Measured, arms: Sequence[Arm]) -> report.Findings:
     )
     for row in rows:
         full = row["budget"] is None
-        match = {key: 100 * value for key, value in row["match"].items()}
         table.add_row(
             row["arm"],
-            "" if full else "{mean:.1f} [{low:.1f}, {high:.1f}]".format(**match),
+            "" if full else report.within(row["match"], ".1f", 100),
             "" if full else report.percent(row["identical"]),
             "" if full else f"{row['first_difference']:.1f}",
             report.percent(row["recall"]),
             report.percent(row["kept"]),
             f"{row['n_cells']:.0f}",
-            f"{row['tokens_per_second']:.1f}",
+            report.number(row["tokens_per_second"], ".1f"),
             str(row["n_samples"]),
         )
 
@@ -123,11 +122,12 @@ def _row(measured: Measured, arm: Arm) -> dict[str, Any]:
             pair = agreement(result["tokens"], full[item]["tokens"])
             by_task.setdefault(item[0], []).append(pair)
     pairs = [pair for task in by_task.values() for pair in task]
+    matches = [[pair["match"] for pair in task] for task in by_task.values()]
     kept = [result["kept"] for result in results.values() if result["kept"] is not None]
     found = [result["score"] for result in results.values() if result["score"] is not None]
     return {
         **report.head(arm, results),
-        "match": bootstrap([[p["match"] for p in task] for task in by_task.values()])._asdict(),
+        "match": score_interval(matches, ties=1)._asdict(),
         "identical": report.mean(pair["identical"] for pair in pairs),
         "first_difference": report.mean(pair["first_difference"] for pair in pairs),
         "by_task": {

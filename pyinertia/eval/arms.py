@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from typing import Any
+from dataclasses import dataclass
 
 from pyinertia.errors import EvalError, PolicyError
-from pyinertia.policy import AGGREGATIONS, POLICIES, KVPolicy, resolve_policy
+from pyinertia.policy import POLICIES, KVPolicy
+from pyinertia.policy_text import effective, parse_policy, parse_value, split_names
 
 FULL = "full"
 QUERY = "/query"
@@ -35,7 +34,7 @@ class Arm:
         if self.budget is None:
             return self.name
         share = isinstance(self.budget, float)
-        return f"{self.name} {self.budget:.0%}" if share else f"{self.name} {self.budget}"
+        return f"{self.name} {100 * self.budget:g}%" if share else f"{self.name} {self.budget}"
 
 
 @dataclass(frozen=True)
@@ -49,64 +48,15 @@ class Refusal:
 FULL_ARM = Arm(FULL, None, POLICIES[FULL])
 
 
-def parse_policy(text: str) -> KVPolicy:
-    """Read a policy: a preset and changes of it.
-
-    A change is a kind of prefill, an aggregation or any field: `inertiakv/bounded`, `h2o/last`,
-    `tova/n_recent=64`.
-
-    Raises:
-        EvalError: The preset or a field is unknown.
-        PolicyError: A value is out of range.
-    """
-    name, *changes = text.split("/")
-    if name not in POLICIES:
-        nearest = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
-        msg = (
-            f"--policies: {name!r} is not known; known policies: {', '.join(POLICIES)}. "
-            f"Did you mean {nearest!r}?"
-        )
-        raise EvalError(msg)
-    policy = POLICIES[name]
-    lists = {"protect", "layer_weights"}
-    known = {f.name: f for f in fields(KVPolicy) if f.name not in lists | {"n_budget"}}
-    for change in changes:
-        field, equals, value = change.partition("=")
-        if change in {"full", "bounded"}:
-            policy = replace(policy, prefill=change)
-        elif change in AGGREGATIONS:
-            policy = replace(policy, aggregation=change)
-        elif equals and field in known:
-            policy = replace(policy, **{field: _value(value)})
-        else:
-            msg = (
-                f"--policies: {text!r}: {change!r} changes nothing of a policy; write "
-                f"{name}/bounded, or {name}/FIELD=VALUE with one of {', '.join(known)}"
-            )
-            raise EvalError(msg)
-    return policy
-
-
-def _value(text: str) -> Any:
-    if text in {"True", "False", "None"}:
-        return {"True": True, "False": False, "None": None}[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
 def parse_budgets(text: str) -> list[int | float]:
-    """Read budgets: counts of cells, and shares of the prompt in (0, 1).
+    """Read budgets, each once: counts of cells, and shares of the prompt in (0, 1).
 
     Raises:
         EvalError: One is neither.
     """
     budgets: list[int | float] = []
-    for part in _parts(text):
-        value = _value(part)
+    for part in split_names(text):
+        value = parse_value(part)
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
         share = isinstance(value, float) and 0 < value < 1
         if not (whole or share):
@@ -115,7 +65,8 @@ def parse_budgets(text: str) -> list[int | float]:
                 "prompt in (0, 1), as in 0.25"
             )
             raise EvalError(msg)
-        budgets.append(value)
+        if value not in budgets:
+            budgets.append(value)
     return budgets
 
 
@@ -125,26 +76,36 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     A policy that ends with `/query` has the question named before its prompt enters.
 
     Raises:
-        EvalError: A name or a number cannot be read, or no arm but the full cache is left.
+        CommandError: A policy cannot be read.
+        EvalError: A number cannot be read, two policies are one in effect, or no arm but the full
+            cache is left.
     """
     arms, refusals = [FULL_ARM], []
     sizes = parse_budgets(budgets)
-    for name in _parts(policies):
+    named: dict[tuple[KVPolicy, bool], str] = {}
+    for name in split_names(policies):
         if name == FULL:
             continue
         text, query = name.removesuffix(QUERY), name.endswith(QUERY)
         for budget in sizes:
             try:
-                policy = resolve_policy(parse_policy(text), budget)
-                arms.append(Arm(name, budget, policy, query))
+                policy = parse_policy(text, budget)
             except PolicyError as error:
                 refusals.append(Refusal(f"{name} {budget}", str(error)))
+                continue
+            if not policy.evicts:
+                msg = f"--policies: {name} evicts nothing, as the full cache that always runs"
+                raise EvalError(msg)
+            other = named.setdefault((effective(policy), query), name)
+            if other != name:
+                msg = (
+                    f"--policies: {other} and {name} keep the same cells, what differs has no "
+                    "effect in them; leave one out"
+                )
+                raise EvalError(msg)
+            arms.append(Arm(name, budget, policy, query))
     if len(arms) == 1:
         reason = refusals[0].reason if refusals else "--policies and --budgets name none"
         msg = f"there is nothing to compare with the full cache: {reason}"
         raise EvalError(msg)
     return arms, refusals
-
-
-def _parts(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -17,7 +17,8 @@ from pyinertia import _native
 from pyinertia.errors import EvalError, PolicyError, PyInertiaError
 from pyinertia.eval.arms import FULL_ARM, QUERY, Arm
 from pyinertia.eval.sample import Sample
-from pyinertia.eval.settings import KV_TYPES, Settings
+from pyinertia.eval.settings import Settings
+from pyinertia.kv_types import KV_TYPES
 from pyinertia.policy import KVPolicy
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,9 +12,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from pyinertia.errors import EvalError, ModelError, PyInertiaError
+from pyinertia.bench.machine import n_cpus
+from pyinertia.errors import CommandError, EvalError, ModelError, PyInertiaError
 from pyinertia.eval.arms import parse_arms
-from pyinertia.eval.settings import KV_TYPES
+from pyinertia.kv_types import check_kv_types
+from pyinertia.policy_text import split_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +55,16 @@ class Options:
         typer.Option("--chat/--no-chat", help="Use the model's chat template, if it has one."),
     ] = True
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNG plots.")] = True
-    threads: Annotated[int, typer.Option("-t", "--threads", min=1, help="CPU threads.")] = (
-        os.cpu_count() or 1
-    )
+    threads: Annotated[
+        int,
+        typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="as many as CPUs"),
+    ] = n_cpus()
     n_gpu_layers: Annotated[
         int, typer.Option("-ngl", "--n-gpu-layers", help="Layers on the GPU, -1 for all.")
     ] = 0
     flash_attn: Annotated[
-        bool, typer.Option("--flash-attn/--no-flash-attn", help="Flash attention.")
-    ] = True
+        str, typer.Option("-fa", "--flash-attn", metavar="on|off", help="Flash attention.")
+    ] = "on"
     cache_type_k: Annotated[
         str, typer.Option("-ctk", "--cache-type-k", metavar="TYPE", help="Type of the cached keys.")
     ] = "f16"
@@ -75,20 +77,18 @@ class Options:
         """Refuse what cannot be, before anything is fetched or opened.
 
         Raises:
-            EvalError: A policy, a budget or a cache type is unknown, or the types need more.
+            CommandError: A policy or a cache type is unknown, or the types need flash attention.
+            EvalError: A budget is none, or two policies are one.
             ModelError: There is no such file.
         """
         parse_arms(self.policies, self.budgets)
         if not self.model.is_file():
             msg = f"{self.model} does not exist; pass a GGUF file with -m"
             raise ModelError(msg)
-        for option, kind in (("-ctk", self.cache_type_k), ("-ctv", self.cache_type_v)):
-            if kind not in KV_TYPES:
-                msg = f"{option} {kind}: the cache types are {', '.join(KV_TYPES)}"
-                raise EvalError(msg)
-        if not self.flash_attn and self.cache_type_v not in {"f32", "f16", "bf16"}:
-            msg = f"-ctv {self.cache_type_v} needs flash attention; leave --no-flash-attn out"
-            raise EvalError(msg)
+        if self.flash_attn not in ("on", "off"):
+            msg = f"-fa {self.flash_attn}: must be on or off"
+            raise CommandError(msg)
+        check_kv_types(self.cache_type_k, self.cache_type_v, self.flash_attn == "on")
 
 
 def command(app: typer.Typer, name: str, **defaults: Any) -> Callable[[Any], Any]:
@@ -117,7 +117,7 @@ def command(app: typer.Typer, name: str, **defaults: Any) -> Callable[[Any], Any
                 function(options, **given)
             except PyInertiaError as error:
                 sys.stderr.write(f"error: {error}\n")
-                raise typer.Exit(1) from error
+                raise typer.Exit(2) from error
 
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         described: Any = call  # typer reads the options off the signature
@@ -136,7 +136,7 @@ def choose(given: str, known: tuple[str, ...] | list[str], option: str = "--task
     Raises:
         EvalError: A name is unknown, or there is none.
     """
-    names = list(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
+    names = split_names(given)
     if names == ["all"]:
         return list(known)
     for name in names:

@@ -17,35 +17,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyinertia.eval import report
-from pyinertia.eval.arms import FULL, Arm, parse_policy
+from pyinertia.eval.arms import Arm
 from pyinertia.eval.passages import Passages
 from pyinertia.eval.runner import Measured
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.settings import Item
-from pyinertia.eval.statistics import jaccard, spearman
+from pyinertia.eval.statistics import jaccard, score_interval, spearman, t_interval
 from pyinertia.eval.store import Result
-from pyinertia.policy import resolve_policy
 
 if TYPE_CHECKING:
     from pyinertia.llama import Llama
 
 STEPS = (1, 2, 8, 32, 128, 512)  # decode steps after which cells are compared
-AGGREGATIONS = ("ema", "last")
 
 
-def both_aggregations(arms: list[Arm]) -> list[Arm]:
-    """Every policy that scores under each aggregation, the others as they are, without the full."""
-    varied: dict[Arm, None] = {}
-    for arm in arms:
-        if arm.name == FULL:
-            continue
-        if arm.policy.scorer in {"recency", "random"}:
-            varied[arm] = None
-            continue
-        for aggregation in AGGREGATIONS:
-            name = f"{arm.name}/{aggregation}"
-            varied[Arm(name, arm.budget, resolve_policy(parse_policy(name), arm.budget))] = None
-    return list(varied)
+def without_full(arms: list[Arm]) -> list[Arm]:
+    """The arms that cut; the cells of the full cache are all of them."""
+    return [arm for arm in arms if arm.budget is not None]
 
 
 class Overlap:
@@ -123,15 +111,18 @@ def _pair_rows(measured: Measured, a: Arm, b: Arm) -> report.Rows:
             "budget": a.budget,
             "step": step,
             "n_samples": len(pairs),
-            "jaccard": report.mean(pair[0] for pair in pairs),
-            "spearman": report.mean(pair[1] for pair in pairs if not math.isnan(pair[1])),
+            "jaccard": score_interval([jaccards], ties=1)._asdict(),
+            "spearman": t_interval([[rank for rank in ranks if not math.isnan(rank)]])._asdict(),
         }
         for step, pairs in sorted(by_step.items())
+        for jaccards, ranks in [zip(*pairs, strict=True)]
     ]
 
 
-def matrix(rows: report.Rows, measure: str, step: int) -> tuple[list[str], list[list[float]]]:
-    """The names, and a measure after a step by pair of them."""
+def matrix(
+    rows: report.Rows, measure: str, step: int
+) -> tuple[list[str], list[list[dict[str, float]]]]:
+    """The names, and a measure's interval after a step by pair of them."""
     names = list(dict.fromkeys(row["a"] for row in rows))
     values = {
         pair: row[measure]
@@ -139,15 +130,16 @@ def matrix(rows: report.Rows, measure: str, step: int) -> tuple[list[str], list[
         if row["step"] == step
         for pair in ((row["a"], row["b"]), (row["b"], row["a"]))
     }
-    return names, [[values.get((a, b), math.nan) for b in names] for a in names]
+    nothing = dict.fromkeys(("mean", "low", "high"), math.nan)
+    return names, [[values.get((a, b), nothing) for b in names] for a in names]
 
 
 def _matrix(rows: report.Rows, measure: str) -> Any:
     step = max(row["step"] for row in rows)
     names, values = matrix(rows, measure, step)
     what = {"jaccard": "Jaccard of kept cells", "spearman": "Spearman of common cells' scores"}
-    title = f"{what[measure]}, budget {rows[0]['budget']}, after {step} steps"
-    table = report.table(title, "policy", names)
-    for name, line in zip(names, values, strict=True):
-        table.add_row(name, *("" if math.isnan(value) else f"{value:.3f}" for value in line))
+    title = f"{what[measure]} [95 %], budget {rows[0]['budget']}, after {step} steps"
+    table = report.table(title, "policy", names[:-1])
+    for i in range(1, len(names)):  # each pair once, and none of a policy and itself
+        table.add_row(names[i], *(report.within(cell, ".3f") for cell in values[i][:i]))
     return table

@@ -17,7 +17,7 @@ from pyinertia.eval.passages import Passages
 from pyinertia.eval.runner import Measured
 from pyinertia.eval.sample import Sample
 from pyinertia.eval.settings import Item
-from pyinertia.eval.statistics import bootstrap, log_softmax
+from pyinertia.eval.statistics import log_softmax, t_interval
 from pyinertia.eval.store import Result
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def find(measured: Measured, arms: Sequence[Arm]) -> report.Findings:
         table.add_row(
             row["arm"],
             f"{row['ppl']:.2f}",
-            "" if full else "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**ratio),
-            "" if full else "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**kl),
+            "" if full else report.within(ratio, ".3f"),
+            "" if full else report.within(kl, ".4f"),
             "" if full else report.percent(row["same_top"]),
             f"{row['n_cells']:.0f}",
             str(row["n_samples"]),
@@ -106,8 +106,8 @@ def _row(measured: Measured, arm: Arm) -> dict[str, Any]:
     return {
         **report.head(arm, results),
         "ppl": math.exp(report.mean(nll)),
-        "ppl_ratio": {key: math.exp(v) for key, v in bootstrap([more])._asdict().items()},
-        "kl": bootstrap([kl])._asdict(),
+        "ppl_ratio": {key: math.exp(v) for key, v in t_interval([more])._asdict().items()},
+        "kl": t_interval([kl])._asdict(),
         "same_top": report.mean(top),
         "by_distance": dict(_by_distance(list(results.values()))),
     }

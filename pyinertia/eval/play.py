@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pyinertia.eval.sample import Sample
 from pyinertia.llama import Llama
 
 N_CUT = 2  # decode steps until the cache has its lasting size
+N_TIMED = 8  # fewer steps than that tell no speed
 
 
 def answer(
@@ -24,28 +26,44 @@ def answer(
     The cache may have the start of the prompt.
 
     Returns:
-        The answer (`tokens`, `text`), the median of the seconds per token once cells were cut
-        (`t_token`, None if there is no such token), the cells in use at the end (`n_cells`), and
-        the share of the facts' tokens among them (`kept`, None without facts).
+        The answer (`tokens`, `text`), the mean of the seconds per token once cells were cut
+        (`t_token`, None of too few), the cells in use at the end (`n_cells`), and the share of the
+        facts' tokens among them (`kept`, None without facts).
     """
     tokens: list[int] = []
-    times = [time.perf_counter()]
-    for token in llm.generate(list(sample.prompt), temp=0.0):
-        times.append(time.perf_counter())
-        if llama_vocab_is_eog(llm._model.vocab, token):
+    steps: list[float] = []
+    stream = llm.generate(list(sample.prompt), temp=0.0)
+    while True:
+        start = time.perf_counter()
+        token = next(stream, None)
+        steps.append(time.perf_counter() - start)
+        if token is None or llama_vocab_is_eog(llm._model.vocab, token):
             break
         tokens.append(token)
         if len(tokens) == sample.n_predict or done(text_of(llm, tokens)):
             break
-    steps = np.diff(times)
-    # the first decode step sees the whole prompt, the second makes the cut
-    later = steps[1 + N_CUT :]
     return {
         "tokens": tokens,
         "text": text_of(llm, tokens),
-        "t_token": round(float(np.median(later)), 5) if later.size else None,
+        "t_token": step_time(steps, llm.kv_policy.n_refresh),
         **cache(llm, sample),
     }
+
+
+def step_time(steps: Sequence[float], n_refresh: int) -> float | None:
+    """Mean seconds of the decode steps after the cut, as many scored ones as belong to the others.
+
+    Args:
+        steps: Seconds to each token; the first is the prompt's.
+        n_refresh: Steps of which one is scored.
+
+    Returns:
+        The mean over a multiple of n_refresh steps, None if there are fewer than N_TIMED.
+    """
+    # the first decode step sees the whole prompt, the second makes the cut
+    later = steps[1 + N_CUT :]
+    n = len(later) // n_refresh * n_refresh
+    return round(fmean(later[:n]), 6) if n >= N_TIMED else None
 
 
 def cache(llm: Llama, sample: Sample) -> dict[str, Any]:

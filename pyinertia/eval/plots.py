@@ -21,10 +21,9 @@ Rows = Sequence[dict[str, Any]]
 
 def scores(prefix: Path, rows: Rows) -> list[Path]:
     """Draw score by budget, score by speed, and recall by depth where answers have places."""
-    drawn = [
-        _save(_score_by_budget(rows), prefix, "score-by-budget"),
-        _save(_score_by_speed(rows), prefix, "score-by-speed"),
-    ]
+    drawn = [_save(_score_by_budget(rows), prefix, "score-by-budget")]
+    if any(not math.isnan(row["tokens_per_second"]) for row in rows):
+        drawn.append(_save(_score_by_speed(rows), prefix, "score-by-speed"))
     if any(not math.isnan(recall) for row in rows for recall in row["recall_by_depth"]):
         drawn.append(_save(_recall_by_depth(rows), prefix, "recall-by-depth"))
     return drawn
@@ -93,7 +92,7 @@ def overlap(prefix: Path, rows: Rows) -> list[Path]:
             names, values = matrix(of_budget, measure, step)
             figure = _heat_map(
                 f"{title}, budget {budget}, after {step} steps",
-                values,
+                [[cell["mean"] for cell in line] for line in values],
                 names,
                 [name.replace("/", "/\n") for name in names],
                 (low, 1),
@@ -137,7 +136,7 @@ def _claim_panel(axes: Axes, rows: Rows) -> None:
     for y, row in enumerate(rows):
         colour, marker = VERDICTS[row["verdict"]]
         mean, low, high = (row["measured"][key] for key in ("mean", "low", "high"))
-        bars = ([max(mean - low, 0)], [max(high - mean, 0)])
+        bars = ([mean - low], [high - mean])
         axes.errorbar([mean], [y], xerr=bars, color=colour, marker=marker, capsize=3)
         sign, edge = row["range"].split()
         edges.append((sign == "above", float(edge)))
@@ -163,9 +162,8 @@ def _bars(
 ) -> None:
     beside = 1.02 ** (MARKERS.index(marker) - 2)  # bars of one budget do not hide each other
     x, means = [x * beside for x, _ in points], [100 * p["mean"] for _, p in points]
-    # a percentile interval holds its mean but for rounding
-    low = [max(100 * (p["mean"] - p["low"]), 0) for _, p in points]
-    high = [max(100 * (p["high"] - p["mean"]), 0) for _, p in points]
+    low = [100 * (p["mean"] - p["low"]) for _, p in points]
+    high = [100 * (p["high"] - p["mean"]) for _, p in points]
     axes.errorbar(x, means, (low, high), color=colour, marker=marker, capsize=3, label=name)
 
 

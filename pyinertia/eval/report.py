@@ -17,7 +17,7 @@ from rich.table import Table
 from pyinertia.eval.arms import FULL_ARM, Arm
 from pyinertia.eval.runner import Measured
 from pyinertia.eval.settings import Item
-from pyinertia.eval.statistics import Interval, bootstrap
+from pyinertia.eval.statistics import Interval, score_interval
 from pyinertia.eval.store import Result
 
 DEPTH_BINS = 5
@@ -40,11 +40,11 @@ def paired(measured: Measured, arm: Arm, value: str) -> dict[str, list[tuple[flo
 
 def difference(pairs: dict[str, list[tuple[float, float]]]) -> Interval:
     """Mean over tasks of what the arm has more than the full cache, with its interval."""
-    return bootstrap([[ours - theirs for ours, theirs in task] for task in pairs.values()])
+    return score_interval([[ours - theirs for ours, theirs in task] for task in pairs.values()])
 
 
 def speed(results: Iterable[Result]) -> float:
-    """Decoded tokens per second, by the median over answers of their median step."""
+    """Decoded tokens per second, by the median over answers of their mean step."""
     times = [result["t_token"] for result in results if result["t_token"] is not None]
     return 1 / median(times) if times else math.nan
 
@@ -133,10 +133,10 @@ def score_tables(rows: Rows, tasks: Sequence[str]) -> list[Table]:
         arms.add_row(
             row["arm"],
             percent(row["score"]),
-            interval(row["difference"]) if row["budget"] is not None else "",
+            within(row["difference"], "+.1f", 100) if row["budget"] is not None else "",
             percent(row["kept"]),
             f"{row['n_cells']:.0f}",
-            f"{row['tokens_per_second']:.1f}",
+            number(row["tokens_per_second"], ".1f"),
             str(row["n_samples"]),
         )
     if len(tasks) == 1:
@@ -158,13 +158,18 @@ def table(title: str, first: str, columns: Sequence[str]) -> Table:
 
 def percent(share: float) -> str:
     """A share in %, empty for NaN."""
-    return "" if math.isnan(share) else f"{100 * share:.1f}"
+    return number(100 * share, ".1f")
 
 
-def interval(difference: dict[str, float]) -> str:
-    """A difference of shares with its interval, in %."""
-    mean, low, high = (100 * difference[key] for key in ("mean", "low", "high"))
-    return "" if math.isnan(mean) else f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+def number(value: float, form: str) -> str:
+    """A number, empty for NaN."""
+    return "" if math.isnan(value) else format(value, form)
+
+
+def within(interval: Mapping[str, float], form: str, scale: float = 1) -> str:
+    """A mean with its interval; [?] where too few samples, or too few that differ, tell none."""
+    mean, low, high = (number(scale * interval[key], form) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]" if low else f"{mean} [?]" if mean else ""
 
 
 def show(console: Console, tables: Sequence[Table], measured: Measured) -> None:

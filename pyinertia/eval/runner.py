@@ -63,25 +63,23 @@ def run(
     """
     measured = Measured()
     refused: set[Arm] = set()
-
-    def stored(arm: Arm, item: Item) -> Result | None:
-        return store.get(settings.identity(evaluation.name, arm, item))
-
-    pending = {
-        item: missing
-        for item in evaluation.items
-        if (missing := [arm for arm in arms if stored(arm, item) is None])
-    }
-    first = {task: (task, index) for task, index in reversed(pending)}
+    first = {task: (task, index) for task, index in reversed(evaluation.items)}
     for item in first.values():  # a task that the length has no room for is told at once
         evaluation.sample(item)
     try:
         with _progress(console) as progress, Models(settings) as models:
-            task = progress.add_task("", total=sum(map(len, pending.values())))
-            for item, missing in pending.items():
+            task = progress.add_task("", total=len(evaluation.items) * len(arms))
+            for item in evaluation.items:
                 progress.update(task, description=f"{item[0]} {item[1]}")
                 sample = evaluation.sample(item)
-                again = evaluation.needs_full and FULL_ARM not in missing
+                keys = {
+                    arm: settings.identity(evaluation.name, arm, item, sample.sha256)
+                    for arm in arms
+                }
+                stored = {arm: store.get(key) for arm, key in keys.items()}
+                measured.results |= {(arm, item): r for arm, r in stored.items() if r is not None}
+                missing = [arm for arm, result in stored.items() if result is None]
+                again = evaluation.needs_full and missing and FULL_ARM not in missing
                 for arm in [FULL_ARM, *missing] if again else missing:
                     if arm in refused:
                         continue
@@ -92,27 +90,11 @@ def run(
                         measured.refusals.append(Refusal(arm.label, str(error)))
                         continue
                     if arm in missing:
-                        result["prompt"] = sample.sha256
-                        store.add(settings.identity(evaluation.name, arm, item), result)
-                progress.advance(task, len(missing))
+                        store.add(keys[arm], result)
+                        measured.results[arm, item] = result
+                progress.advance(task, len(arms))
     except KeyboardInterrupt:
         measured.interrupted = True
-    prompts: dict[Item, str] = {}
-    n_other = 0
-    for arm in arms:
-        for item in evaluation.items:
-            known = stored(arm, item)
-            if known is None:
-                continue
-            if prompts.setdefault(item, known["prompt"]) == known["prompt"]:
-                measured.results[arm, item] = known
-            else:
-                n_other += 1
-    if n_other:
-        measured.notes.append(
-            f"{n_other} results are of other texts, as another version of Python has them, and are "
-            "left out; use another --out"
-        )
     return measured
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import struct
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,8 @@ class Sample:
 
     @property
     def sha256(self) -> str:
-        """Hash of all tokens: two runs compare only where the texts are the same."""
-        ids = self.prompt + self.continuation
-        return hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest()[:16]
+        """Hash of all of it: results compare only where the samples are the same."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
     @property
     def depths(self) -> list[float]:

@@ -67,18 +67,7 @@ def measure(
         vocabulary.forget_chat()
     vocabulary.check_length(options.length)
     evaluation = make(vocabulary)
-    settings = Settings(
-        model=options.model,
-        model_sha256=file_sha256(options.model),
-        length=options.length,
-        seed=options.seed,
-        n_threads=options.threads,
-        n_gpu_layers=options.n_gpu_layers,
-        flash_attn=options.flash_attn,
-        type_k=options.cache_type_k,
-        type_v=options.cache_type_v,
-        extra={"chat": vocabulary.has_chat, **(extra or {})},
-    )
+    settings = settings_of(options, {"chat": vocabulary.has_chat, **(extra or {})})
     store = Store(options.out / f"{evaluation.name}.jsonl")
     try:
         measured = run(evaluation, arms, settings, store, Console(stderr=True))
@@ -90,15 +79,35 @@ def measure(
         for arm in arms
         if isinstance(arm.budget, int) and arm.budget >= options.length
     ]
-    about = {
-        "evaluation": evaluation.name,
-        "model_name": vocabulary.name,
+    return Run(arms, measured, about(options, evaluation.name, settings))
+
+
+def settings_of(options: Options, extra: dict[str, Any]) -> Settings:
+    """What the options say of how models run."""
+    return Settings(
+        model=options.model,
+        model_sha256=file_sha256(options.model),
+        length=options.length,
+        seed=options.seed,
+        n_threads=options.threads,
+        n_gpu_layers=options.n_gpu_layers,
+        flash_attn=options.flash_attn == "on",
+        type_k=options.cache_type_k,
+        type_v=options.cache_type_v,
+        extra=extra,
+    )
+
+
+def about(options: Options, evaluation: str, settings: Settings) -> dict[str, Any]:
+    """What a report says of its run."""
+    return {
+        "evaluation": evaluation,
+        "model_name": Vocabulary(options.model).name,
         "samples": options.samples,
         "pyinertia": pyinertia.__version__,
         **asdict(settings),
         "model": options.model.name,
     }
-    return Run(arms, measured, about)
 
 
 def show(

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+import pyinertia
 from pyinertia.eval.arms import Arm
-
-# enum ggml_type, those that a cache can have
-KV_TYPES: Mapping[str, int] = MappingProxyType(
-    {
-        "f32": 0,
-        "f16": 1,
-        "bf16": 30,
-        "q8_0": 8,
-        "q5_1": 7,
-        "q5_0": 6,
-        "q4_1": 3,
-        "q4_0": 2,
-        "iq4_nl": 20,
-    }
-)
 
 Item = tuple[str, int]  # task and index
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all samples of a run have in common; `extra` is the evaluation's own."""
+    """What all samples of a run have in common; `extra` is for the report alone."""
 
     model: Path
     model_sha256: str
@@ -43,19 +27,25 @@ class Settings:
     type_v: str = "f16"
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def identity(self, evaluation: str, arm: Arm, item: Item) -> dict[str, Any]:
-        """Everything that a result depends on."""
+    def identity(self, evaluation: str, arm: Arm, item: Item, sample_sha256: str) -> dict[str, Any]:
+        """Everything that a result depends on; `sample_sha256` is that of the sample as it is now.
+
+        The data, the template and the seed are in the sample's tokens, answers and spans.
+        """
         return {
             "evaluation": evaluation,
             "task": item[0],
             "index": item[1],
+            "sample": sample_sha256,
             "policy": arm.name,
             "budget": arm.budget,
-            "seed": self.seed,
+            "fields": asdict(arm.policy),
             "length": self.length,
             "model": self.model_sha256,
+            "n_threads": self.n_threads,
+            "n_gpu_layers": self.n_gpu_layers,
             "flash_attn": self.flash_attn,
             "type_k": self.type_k,
             "type_v": self.type_v,
-            **self.extra,
+            "pyinertia": pyinertia.__version__,
         }

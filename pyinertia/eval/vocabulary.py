@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from pyinertia import _native
-from pyinertia.errors import EvalError, ModelError
+from pyinertia.vocabulary import open_vocabulary  # first: it decides which library llama_cpp gets
 
-_native.load()  # before llama_cpp is imported
+# isort: split
 
-import llama_cpp  # noqa: E402
-from llama_cpp import _internals  # noqa: E402
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from pyinertia.errors import EvalError
 
 
 class _Formatter(Jinja2ChatFormatter):
@@ -33,13 +32,7 @@ class Vocabulary:
         Raises:
             ModelError: The file is not a GGUF model.
         """
-        params = llama_cpp.llama_model_default_params()
-        params.vocab_only = True
-        try:
-            self._model = _internals.LlamaModel(path_model=str(path), params=params, verbose=False)
-        except ValueError as error:
-            msg = f"{path} is not a GGUF model that this llama.cpp can read; download it again"
-            raise ModelError(msg) from error
+        self._model = open_vocabulary(path)
         self.path = path
         metadata = self._model.metadata()
         architecture = metadata.get("general.architecture", "unknown")
