@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pyinertia.binding import llama_cpp
-from pyinertia.errors import PolicyError
+from pyinertia.errors import ModelError, PolicyError
 from pyinertia.policy import KVPolicy
+from pyinertia.vocabulary import open_vocabulary
 
 # names that llama_cpp.server and LangChain still pass, though the parent ignores them
 LEGACY_KEYWORDS = frozenset(
@@ -86,11 +87,9 @@ def choice(name: str, value: object, known: tuple[object, ...]) -> None:
 
 def n_ctx_train(path: str) -> int:
     """Return the positions a model was trained for, 0 if its file cannot be read."""
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
     try:
-        model = llama_cpp._internals.LlamaModel(path_model=path, params=params, verbose=False)
-    except ValueError:
+        model = open_vocabulary(path)
+    except ModelError:
         return 0
     with closing(model):
         metadata = model.metadata()

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 
-from pyinertia import _native
+from pyinertia.binding import llama_cpp
 from pyinertia.errors import ModelError
 
-_native.load()  # before llama_cpp is imported
 
-import llama_cpp  # noqa: E402
-from llama_cpp._internals import LlamaModel  # noqa: E402
-
-
-def open_vocabulary(path: str | os.PathLike[str]) -> LlamaModel:
+def open_vocabulary(path: str | os.PathLike[str]) -> llama_cpp._internals.LlamaModel:
     """Open the vocabulary and the metadata of a model.
 
     Raises:
@@ -22,7 +17,9 @@ def open_vocabulary(path: str | os.PathLike[str]) -> LlamaModel:
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     try:
-        return LlamaModel(path_model=os.fspath(path), params=params, verbose=False)
+        return llama_cpp._internals.LlamaModel(
+            path_model=os.fspath(path), params=params, verbose=False
+        )
     except ValueError as error:
         msg = f"{path} is not a GGUF model that this llama.cpp can read; download it again"
         raise ModelError(msg) from error

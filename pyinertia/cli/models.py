@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyinertia.cli.group import say
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
 from pyinertia.errors import CommandError, ModelError, PolicyError
-from pyinertia.eval.settings import KV_TYPES
+from pyinertia.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from pyinertia.llama import Llama

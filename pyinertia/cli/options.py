@@ -17,10 +17,8 @@ import typer
 
 from pyinertia.cli.group import DEBUG
 from pyinertia.errors import CommandError
-from pyinertia.eval.settings import KV_TYPES
+from pyinertia.kv_types import KV_TYPES, check_kv_types
 from pyinertia.policy import POLICIES, PREFILLS, KVPolicy, resolve_policy
-
-UNQUANTISED = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +137,10 @@ class ContextOptions:
 
     def check(self) -> None:
         """Refuse unknown types, and a quantised V without flash attention."""
-        for option, kind in (("-ctk", self.cache_type_k), ("-ctv", self.cache_type_v)):
-            if kind not in KV_TYPES:
-                msg = f"{option} {kind}: the cache types are {', '.join(KV_TYPES)}"
-                raise CommandError(msg)
         if self.flash_attn not in ("on", "off"):
             msg = f"-fa {self.flash_attn}: must be on or off"
             raise CommandError(msg)
-        if self.flash_attn == "off" and self.cache_type_v not in UNQUANTISED:
-            msg = f"-ctv {self.cache_type_v} needs flash attention; leave -fa off out"
-            raise CommandError(msg)
+        check_kv_types(self.cache_type_k, self.cache_type_v, self.flash_attn == "on")
 
 
 @dataclass(frozen=True, kw_only=True)
