@@ -337,7 +337,7 @@ def test_info_counts_what_a_token_takes(tiny):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_info_foretells_what_a_model_allocates(name, kind, folder):
-    from pyinertia.eval.settings import KV_TYPES
+    from pyinertia.kv_types import KV_TYPES
 
     path = getattr(tiny_models, f"write_{name}")(folder / f"{name}-info.gguf")
     args = ["info", path, "--json", "-c", "4096", "-ctk", kind, "-b", "256", "-ub", "256"]

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pyinertia.errors import BenchError, PyInertiaError
+from pyinertia.errors import BenchError
 
 if TYPE_CHECKING:
     from pyinertia.bench.settings import Settings
@@ -120,29 +120,25 @@ def main(
     from pyinertia.bench.settings import Settings
 
     grid = QUICK if quick else FULL
-    try:
-        if flash_attn not in ("on", "off"):
-            raise BenchError(f"-fa {flash_attn}: must be on or off")
-        wanted = Settings(
-            model=_model(model),
-            prompts=_numbers("--prompt", prompt or grid.prompt),
-            budgets=_numbers("--budget", budget or grid.budget),
-            policies=_names(policies or grid.policies),
-            threads=_numbers("--threads", threads or str(machine.n_cpus())),
-            types_k=_names(cache_type_k),
-            types_v=_names(cache_type_v or ""),
-            flash_attn=flash_attn == "on",
-            n_tokens=grid.tokens if tokens is None else tokens,
-            n_block=block,
-            repeats=grid.repeats if repeats is None else repeats,
-            full_cache=full_cache,
-            stock_lib=_stock_lib(stock_lib) if steady is None else None,
-            openvino=_openvino(openvino) if steady is None else None,
-        )
-        interrupted = _run(wanted, steady, json_file, plots)
-    except PyInertiaError as error:
-        _say(f"error: {error}")
-        raise typer.Exit(2) from error
+    if flash_attn not in ("on", "off"):
+        raise BenchError(f"-fa {flash_attn}: must be on or off")
+    wanted = Settings(
+        model=_model(model),
+        prompts=_numbers("--prompt", prompt or grid.prompt),
+        budgets=_numbers("--budget", budget or grid.budget),
+        policies=_names(policies or grid.policies),
+        threads=_numbers("--threads", threads or str(machine.n_cpus())),
+        types_k=_names(cache_type_k),
+        types_v=_names(cache_type_v or ""),
+        flash_attn=flash_attn == "on",
+        n_tokens=grid.tokens if tokens is None else tokens,
+        n_block=block,
+        repeats=grid.repeats if repeats is None else repeats,
+        full_cache=full_cache,
+        stock_lib=_stock_lib(stock_lib) if steady is None else None,
+        openvino=_openvino(openvino) if steady is None else None,
+    )
+    interrupted = _run(wanted, steady, json_file, plots)
     raise typer.Exit(130 if interrupted else 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -13,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from pyinertia.bench.machine import n_cpus
-from pyinertia.errors import CommandError, EvalError, ModelError, PyInertiaError
+from pyinertia.errors import CommandError, EvalError, ModelError
 from pyinertia.eval.arms import parse_arms
 from pyinertia.kv_types import check_kv_types
 from pyinertia.policy_text import split_names
@@ -112,12 +111,8 @@ def command(app: typer.Typer, name: str, **defaults: Any) -> Callable[[Any], Any
 
         def call(**given: Any) -> None:
             options = Options(**{field.name: given.pop(field.name) for field in fields(Options)})
-            try:
-                options.check()
-                function(options, **given)
-            except PyInertiaError as error:
-                sys.stderr.write(f"error: {error}\n")
-                raise typer.Exit(2) from error
+            options.check()
+            function(options, **given)
 
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         described: Any = call  # typer reads the options off the signature
