@@ -199,8 +199,7 @@ class Llama(Chats):
             ValueError: There is no room for them in n_ctx; nothing is evaluated then.
         """
         self._check_open()
-        if self.n_tokens == 0 and self._kv_closed.tokens:
-            self.reset()
+        self._reopen()
         phase = self._kv_phase
         if phase is None:
             phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
@@ -348,6 +347,7 @@ class Llama(Chats):
         elif n_pos < self.n_tokens:
             self.n_tokens = n_pos
             self._requires_eval = True
+            self._reopen()
         self._begin_prompt(prompt)
         return prompt[n:]
 
@@ -356,6 +356,12 @@ class Llama(Chats):
     @property
     def _kv_closes(self) -> bool:
         return bool(self._kv_arguments["kv_positions"] == "compact")
+
+    def _reopen(self) -> None:
+        """Nothing is left of the positions that moved: numbers mean what they say again."""
+        if self.n_tokens < self._kv_closed.n_pos:
+            self._kv_closed = Closed()
+            self._protect(list(self.kv_policy.protect), min(self._kv_n_system, self.n_tokens))
 
     def _eval_parts(self, tokens: Sequence[int], phase: str) -> None:
         """Evaluate more tokens than there are positions: before each batch gaps are closed."""

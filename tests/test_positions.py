@@ -293,6 +293,21 @@ def test_a_new_prompt_starts_from_the_first_position(tiny):
     assert llm.n_tokens == 108
 
 
+def test_a_departure_after_renumbering_counts_its_own_tokens(tiny):
+    llm = load(tiny, kv_policy=replace(POLICY, protect=((30, 40),)))
+    list(islice(llm.generate(TOKENS[:50], temp=0.0), 2 * N_CTX))
+    n_whole = llm._cached().n_whole
+    assert POLICY.n_sink <= n_whole < 50
+    prompt = TOKENS[:50] + TOKENS[700:800]
+    n_before = llm.kv_stats().n_tokens
+    next(llm.generate(prompt, temp=0.0))
+    assert llm.kv_stats().n_tokens == n_before + len(prompt) - n_whole
+    assert llm._cached().tokens.tolist() == prompt
+    assert llm._kv_ranges == [(30, 40)]
+    next(llm.generate([*prompt, 5, 6], temp=0.0))
+    assert llm.kv_stats().n_tokens == n_before + len(prompt) - n_whole + 2
+
+
 # what is refused
 
 
