@@ -80,6 +80,7 @@ class _Answer:
         if (wanted["max_tokens"] or 0) <= 0:
             # without an end of positions an answer needs one of its own
             wanted["max_tokens"] = llm.context_params.n_ctx if llm._kv_closes else None
+        turn.n_most = wanted["max_tokens"]
         try:
             answer: Any = self._call(llm, **wanted)
             if body.stream:

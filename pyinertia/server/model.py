@@ -19,6 +19,9 @@ from pyinertia.llama import Llama
 from pyinertia.server.settings import ModelSettings
 from pyinertia.server.turns import Turn
 
+# the parent looks at max_tokens only where a character ends; bytes that are none would never end
+UTF8_MOST = 4
+
 
 class ServedLlama(Llama):
     """A model whose work can be cancelled, and that counts what each turn has of it."""
@@ -46,7 +49,7 @@ class ServedLlama(Llama):
     ) -> Generator[int, Sequence[int] | None, None]:
         """Generate tokens, see `pyinertia.Llama.generate`, and count them."""
         turn, start = self.turn, time.perf_counter()
-        first = 0.0
+        first, n = 0.0, 0
         try:
             with closing(super().generate(tokens, *args, **kwargs)) as stream:
                 for token in stream:
@@ -54,6 +57,10 @@ class ServedLlama(Llama):
                     if not self._is_end(token):
                         turn.n_completion += 1
                     yield token
+                    n += 1
+                    if turn.n_most and n >= turn.n_most + UTF8_MOST:
+                        yield self.token_eos()
+                        return
         finally:
             end = time.perf_counter()
             turn.t_prompt += (first or end) - start
@@ -77,6 +84,20 @@ class ServedLlama(Llama):
         if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self.n_vocab():
             msg = f"tokens must be from 0 to {self.n_vocab() - 1}"
             raise ValueError(msg)
+
+    def _init_sampler(self, *args: Any, grammar: Any = None, **kwargs: Any) -> Any:
+        if grammar is not None:
+            self._check_grammar(grammar)
+        return super()._init_sampler(*args, grammar=grammar, **kwargs)
+
+    def _check_grammar(self, grammar: Any) -> None:
+        """Raise ValueError for a grammar that llama.cpp cannot read; sampling with it crashes."""
+        text, root = grammar._grammar.encode(), grammar._root.encode()
+        sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
+        if not sampler:
+            msg = f"the grammar cannot be read: {native_log.last_error() or 'see GBNF'}"
+            raise ValueError(msg)
+        llama_cpp.llama_sampler_free(sampler)
 
     def _reuse(self, prompt: list[int]) -> list[int]:
         rest = super()._reuse(prompt)

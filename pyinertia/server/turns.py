@@ -24,6 +24,7 @@ class Turn:
 
     Attributes:
         question: The end of the prompt says what it asks; a bounded prefill looks after that.
+        n_most: Tokens that may be generated, None for as many as the model wants.
         cancelled: Whether nobody waits for the answer any more.
         n_prompt: Tokens of the prompt.
         n_cached: How many of them needed no evaluation.
@@ -36,6 +37,7 @@ class Turn:
     """
 
     question: str = ""
+    n_most: int | None = None
     cancelled: bool = False
     n_prompt: int = 0
     n_cached: int = 0
