@@ -333,6 +333,11 @@ def keep(ctx: int, seq_id: int, positions: npt.NDArray[np.int32]) -> int:
     return n_evicted
 
 
+def can_close_gaps(ctx: int) -> bool:
+    """Whether the positions of a context can be changed; asked while its cache is empty."""
+    return bool(load().llama_kv_evict_close_gaps(ctx, 0, 0, None, 0) == 0)
+
+
 def close_gaps(ctx: int, seq_id: int, n_new: int) -> npt.NDArray[np.int32] | None:
     """Make room for n_new tokens and renumber the resident positions 0, 1, ...
 

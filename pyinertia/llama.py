@@ -161,10 +161,11 @@ class Llama(Chats):
             reason = "a draft_model takes positions back"
         elif self._logits_all:
             reason = "logits_all=True numbers the logits by position"
-        elif self._is_hybrid or not llama_cpp.llama_memory_can_shift(self._ctx.memory):
-            reason = "the keys of this model cannot be rotated"
-            if llama_cpp.llama_model_n_swa(self.model) and not self.context_params.swa_full:
-                reason += " in the small cache of a sliding window (swa_full=True allows it)"
+        elif not _native.can_close_gaps(self.ctx):
+            reason = (
+                "the keys in this cache cannot be rotated (hybrid models, sliding windows without "
+                "swa_full=True, quantised keys of heads whose size is no multiple of 64)"
+            )
         if reason:
             self.close()
             msg = f"kv_positions='compact': {reason}; use kv_positions='keep' and a larger n_ctx"
@@ -194,8 +195,7 @@ class Llama(Chats):
             ValueError: There is no room for them in n_ctx; nothing is evaluated then.
         """
         self._check_open()
-        if self.n_tokens == 0 and self._kv_closed.tokens:
-            self.reset()
+        self._reopen()
         phase = self._kv_phase
         if phase is None:
             phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
@@ -339,6 +339,7 @@ class Llama(Chats):
         elif n_pos < self.n_tokens:
             self.n_tokens = n_pos
             self._requires_eval = True
+            self._reopen()
         self._begin_prompt(prompt)
         return prompt[n:]
 
@@ -347,6 +348,12 @@ class Llama(Chats):
     @property
     def _kv_closes(self) -> bool:
         return bool(self._kv_arguments["kv_positions"] == "compact")
+
+    def _reopen(self) -> None:
+        """Nothing is left of the positions that moved: numbers mean what they say again."""
+        if self.n_tokens < self._kv_closed.n_pos:
+            self._kv_closed = Closed()
+            self._protect(list(self.kv_policy.protect), min(self._kv_n_system, self.n_tokens))
 
     def _eval_parts(self, tokens: Sequence[int], phase: str) -> None:
         """Evaluate more tokens than there are positions: before each batch gaps are closed."""

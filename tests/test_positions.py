@@ -28,6 +28,12 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Heads of 64, whose quantised keys can be rotated."""
+    return tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "wide.gguf", n_head=2)
+
+
+@pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
     return tiny_models.write_gemma3(tmp_path_factory.mktemp("tiny") / "gemma3.gguf", n_window=32)
 
@@ -78,10 +84,20 @@ class Steps:
         return stock.run(lib_dir, model=path, context=context, steps=steps)["logits"]
 
 
-@pytest.mark.parametrize("kv", [{}, {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0}])
-@pytest.mark.parametrize("policy", [POLICY, BOUNDED], ids=["full", "bounded"])
-def test_five_contexts_equal_shifts_of_a_stock_cache(tiny, stock_lib_dir, monkeypatch, policy, kv):
-    llm = load(tiny, HolesLlama, kv_policy=policy, **kv)
+@pytest.mark.parametrize(
+    ("policy", "kv"),
+    [
+        (POLICY, {}),
+        (BOUNDED, {"flash_attn": True}),
+        (POLICY, {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0}),
+    ],
+    ids=["full", "bounded, flash", "q8_0"],
+)
+def test_five_contexts_equal_shifts_of_a_stock_cache(
+    tiny, wide, stock_lib_dir, monkeypatch, policy, kv
+):
+    path = wide if "type_k" in kv else tiny
+    llm = load(path, HolesLlama, kv_policy=policy, **kv)
     seen = Steps(llm, monkeypatch)
     seen.eval(TOKENS[:100])
     for token in TOKENS[100 : 5 * N_CTX]:
@@ -90,7 +106,7 @@ def test_five_contexts_equal_shifts_of_a_stock_cache(tiny, stock_lib_dir, monkey
         assert positions(llm)[-1] == llm.n_tokens - 1
     assert llm.kv_stats().n_tokens == 5 * N_CTX
     assert seen.n_closed >= 5
-    expected = seen.stock(stock_lib_dir, tiny, **kv)
+    expected = seen.stock(stock_lib_dir, path, **kv)
     assert np.array_equal(np.array(seen.logits), expected)
 
 
@@ -277,6 +293,21 @@ def test_a_new_prompt_starts_from_the_first_position(tiny):
     assert llm.n_tokens == 108
 
 
+def test_a_departure_after_renumbering_counts_its_own_tokens(tiny):
+    llm = load(tiny, kv_policy=replace(POLICY, protect=((30, 40),)))
+    list(islice(llm.generate(TOKENS[:50], temp=0.0), 2 * N_CTX))
+    n_whole = llm._cached().n_whole
+    assert POLICY.n_sink <= n_whole < 50
+    prompt = TOKENS[:50] + TOKENS[700:800]
+    n_before = llm.kv_stats().n_tokens
+    next(llm.generate(prompt, temp=0.0))
+    assert llm.kv_stats().n_tokens == n_before + len(prompt) - n_whole
+    assert llm._cached().tokens.tolist() == prompt
+    assert llm._kv_ranges == [(30, 40)]
+    next(llm.generate([*prompt, 5, 6], temp=0.0))
+    assert llm.kv_stats().n_tokens == n_before + len(prompt) - n_whole + 2
+
+
 # what is refused
 
 
@@ -294,8 +325,13 @@ def test_what_cannot_be_renumbered_is_refused(tiny, kwargs, message):
 
 
 def test_a_small_window_cache_is_refused(gemma):
-    with pytest.raises(PolicyError, match=r"small cache of a sliding window \(swa_full=True"):
+    with pytest.raises(PolicyError, match="sliding windows without swa_full=True"):
         load(gemma, n_ctx=1024)
+
+
+def test_quantised_keys_that_llama_cpp_would_crash_on_are_refused(tiny):
+    with pytest.raises(PolicyError, match="quantised keys of heads whose size is no multiple"):
+        load(tiny, flash_attn=True, type_k=llama_cpp.GGML_TYPE_Q8_0)
 
 
 def test_a_prompt_beyond_the_cells_is_refused(tiny):
@@ -317,6 +353,6 @@ def test_the_c_call_is_safe(tiny):
     lib, llm = _native.load(), load(tiny)
     assert lib.llama_kv_evict_close_gaps(None, 0, 1, None, 0) == -1
     assert lib.llama_kv_evict_close_gaps(llm.ctx, 7, 1, None, 0) == -1
-    assert lib.llama_kv_evict_close_gaps(llm.ctx, 0, 1, None, 0) == -2  # nothing is there
+    assert lib.llama_kv_evict_close_gaps(llm.ctx, 0, 1, None, 0) == 0  # nothing is there
     llm.eval(TOKENS[:20])
     assert lib.llama_kv_evict_close_gaps(llm.ctx, 0, -5, None, 10) == 20

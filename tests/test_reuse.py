@@ -316,16 +316,16 @@ def test_a_real_chat_appends_and_agrees_with_a_cold_run(smollm2):
     """The model's replies come back as text, and the cold run replays tokens and evictions."""
     kwargs = {"n_ctx": 2048, "n_batch": 128, "n_threads": 2, "n_threads_batch": 2}
     kwargs |= {"flash_attn": True, "verbose": False}
-    llm = Recorder(str(smollm2), kv_policy="inertiakv", kv_budget=128, **kwargs)
+    llm = Recorder(str(smollm2), kv_policy="inertiakv", kv_budget=96, **kwargs)
     messages = [{"role": "system", "content": "You are a friendly guide to the sea."}]
     questions = ("What lives in the sea?", "Tell me about whales.", "Which one is the largest?")
-    for question in questions * 2:
+    for question in (*questions, "Thank you."):
         n_before, n_tokens = llm.kv_stats().n_tokens, llm.n_tokens
-        talk(llm, messages, question, max_tokens=24, temperature=0.0)
+        talk(llm, messages, question, max_tokens=16, temperature=0.0)
         n_new = llm.n_tokens - n_tokens
         assert llm.kv_stats().n_tokens - n_before == n_new < 70, "something was evaluated again"
-        assert len(positions(llm)) <= 128
-    assert llm.kv_stats().n_evicted > 60
+        assert len(positions(llm)) <= 96
+    assert llm.kv_stats().n_evicted > 30
     text = llm.detokenize(llm.input_ids[: llm._kv_n_system].tolist(), special=True).decode()
     assert text == f"<|im_start|>system\n{messages[0]['content']}<|im_end|>"
     assert set(range(llm._kv_n_system)) <= set(positions(llm))

@@ -21,10 +21,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_llama(path: Path, n_layer: int = N_LAYER) -> Path:
+def write_llama(path: Path, n_layer: int = N_LAYER, n_head: int = N_HEAD) -> Path:
     """A plain decoder with grouped queries (llama)."""
     writer = _writer(path, "llama", n_layer)
-    return _finish(writer, path, _decoder(writer, n_layer))
+    return _finish(writer, path, _decoder(writer, n_layer, n_head))
 
 
 def write_chat(path: Path, template: str = CHAT_TEMPLATE) -> Path:
@@ -113,9 +113,9 @@ def write_mamba(path: Path) -> Path:
     return _finish(writer, path, shapes)
 
 
-def _decoder(writer: GGUFWriter, n_layer: int) -> dict[str, tuple[int, ...]]:
-    n_embd_head = N_EMBD // N_HEAD
-    writer.add_head_count(N_HEAD)
+def _decoder(writer: GGUFWriter, n_layer: int, n_head: int = N_HEAD) -> dict[str, tuple[int, ...]]:
+    n_embd_head = N_EMBD // n_head
+    writer.add_head_count(n_head)
     writer.add_head_count_kv(N_HEAD_KV)
     writer.add_key_length(n_embd_head)
     writer.add_value_length(n_embd_head)

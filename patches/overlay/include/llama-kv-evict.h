@@ -156,7 +156,8 @@ extern "C" {
     // positions: they become 0 .. n-1 in order, scores and protected ranges follow. The newest positions that a sliding
     // window sees keep their distances.
     // Writes to old[q] the position that is q now, at most n_max of them. Returns n, -1 when there is no engine or sequence,
-    // -2 when positions cannot be changed here (no K-shift, a recurrent part, protected ranges of several sequences).
+    // -2 when positions cannot be changed here (no K-shift, a recurrent part, quantised K with heads that are no multiple of
+    // 64, protected ranges of several sequences).
     LLAMA_API int32_t llama_kv_evict_close_gaps(
             struct llama_context * ctx,
             llama_seq_id seq_id,

@@ -400,7 +400,7 @@ int32_t llama_kv_evict_close_gaps(llama_context * ctx, llama_seq_id seq_id, int3
     return guarded(__func__, -2, [&] {
         const auto res = evict->close_gaps(*ctx, seq_id, std::max(0, n_new));
         std::copy_n(res.begin(), old ? std::min<size_t>(std::max(0, n_max), res.size()) : 0, old);
-        return res.empty() ? -2 : (int32_t) res.size();
+        return (int32_t) res.size();
     });
 }
 

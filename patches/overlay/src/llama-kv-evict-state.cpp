@@ -251,16 +251,28 @@ std::string llama_kv_evict::set_state(llama_context & lctx, llama_seq_id seq_id,
 // positions
 //
 
-std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_seq_id seq_id, uint32_t n_new) {
-    settle(lctx);
-
+bool llama_kv_evict::can_close_gaps(llama_context & lctx) const {
     auto * memory = lctx.get_memory();
-    auto * iswa   = dynamic_cast<llama_kv_cache_iswa *>(memory);
 
     // a hybrid's recurrent part counts positions of its own
-    if (!memory->get_can_shift() || (!iswa && memory != &kv)) {
-        return {};
+    if (memory != &kv && !dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return false;
     }
+
+    // build_rope_shift counts on a Hadamard rotation of quantised K, which heads of some sizes do not have
+    const auto is_served = [this](const auto & layer) { return !ggml_is_quantized(layer.k->type) || kv.attn_rot_k; };
+
+    return memory->get_can_shift() && std::all_of(kv.layers.begin(), kv.layers.end(), is_served);
+}
+
+std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_seq_id seq_id, uint32_t n_new) {
+    if (!can_close_gaps(lctx)) {
+        throw std::runtime_error("positions cannot be changed here");
+    }
+
+    settle(lctx);
+
+    auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(lctx.get_memory());
 
     make_room(seq_id, n_new, seqs[seq_id].phase_cur != PHASE_PROMPT && !is_prompt(seq_id, n_new));
 
@@ -297,7 +309,7 @@ std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_se
         p1 = renumbered(p1);
     }
     if (seqs.size() > 1 && moved_ranges != ranges) {
-        return {};
+        throw std::runtime_error("the protected ranges of several sequences cannot move");
     }
     moved_ranges.erase(std::remove_if(moved_ranges.begin(), moved_ranges.end(),
                 [](const auto & range) { return range.first >= range.second; }), moved_ranges.end());

@@ -138,7 +138,8 @@ struct llama_kv_evict {
 
     int32_t keep(llama_context & lctx, llama_seq_id seq_id, std::vector<llama_pos> pos);
 
-    // empty: positions cannot be changed here
+    // throws where positions cannot be changed
+    bool can_close_gaps(llama_context & lctx) const;
     std::vector<llama_pos> close_gaps(llama_context & lctx, llama_seq_id seq_id, uint32_t n_new);
 
     std::vector<uint8_t> get_state(llama_context & lctx, llama_seq_id seq_id);
