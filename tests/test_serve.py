@@ -21,13 +21,17 @@ import openai
 import pytest
 import tiny_models
 from command_line import call, start
+from typer.testing import CliRunner
 
 from pyinertia import Llama
 from pyinertia.binding import llama_cpp
+from pyinertia.cli import app
+from pyinertia.server import flags, settings
+from pyinertia.server.settings import ModelSettings, ServerSettings, upstream
 
 KEY = "sesame"
 BUDGET, N_CTX = 256, 1024
-ONE = ["--threads", "1", "--threads-batch", "1", "--port", "0"]
+THREAD = ["--threads", "1", "--threads-batch", "1"]
 # random weights say any bytes; those that are no text come late, and all at once
 LETTERS = "root ::= [a-z ]*"
 SYSTEM = {"role": "system", "content": "Answer in one word."}
@@ -36,8 +40,8 @@ SYSTEM = {"role": "system", "content": "Answer in one word."}
 @contextmanager
 def served(*args: str | Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server, by its address; it must end cleanly."""
-    process = start("serve", *args, *ONE, stdin=subprocess.DEVNULL)
-    told, reader = b"", threading.Thread(target=process.stderr.read, daemon=True)
+    process = start("serve", *args, "--port", "0", stdin=subprocess.DEVNULL)
+    told = b""
     try:
         for line in process.stderr:
             told += line
@@ -45,6 +49,7 @@ def served(*args: str | Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
                 break
         else:
             pytest.fail(told.decode())
+        reader = threading.Thread(target=process.stderr.read)
         reader.start()
         yield found[1].decode(), process
     finally:
@@ -53,7 +58,8 @@ def served(*args: str | Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
             code = process.wait(15)
         finally:
             process.kill()
-            reader.join()
+            if told.startswith(b"listening"):
+                reader.join()
             process.stdout.close()
             process.stderr.close()
     assert code == 0
@@ -71,7 +77,7 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def address(tiny) -> Iterator[str]:
     policy = ["--kv-policy", "inertiakv", "--kv-budget", str(BUDGET), "--n_batch", "64"]
-    with served(tiny, *policy, "--api-key", KEY) as (address, _):
+    with served(tiny, *THREAD, *policy, "--api-key", KEY) as (address, _):
         yield address
 
 
@@ -345,17 +351,23 @@ def test_metrics_count(address, client):
 
 def test_two_models_of_a_file_with_positions_that_end(tiny, tmp_path):
     other = tiny_models.write_chat(tmp_path / "other.gguf")
-    common = {"kv_budget": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1}
+    common = {"n_batch": 64, "n_threads": 1, "n_threads_batch": 1}
     models = [
-        {"model": str(tiny), "model_alias": "keeps", "kv_positions": "keep", **common},
-        {"model": str(other), "model_alias": "full", "kv_policy": "full", "n_ctx": 512},
+        {
+            "model": str(tiny),
+            "model_alias": "keeps",
+            "kv_positions": "keep",
+            **common,
+            "n_ctx": 512,
+        },
+        {"model": str(other), "model_alias": "full", "kv_policy": "full", **common},
     ]
     file = tmp_path / "models.json"
     file.write_text(json.dumps({"models": models}))
     with served("--config-file", file) as (address, process):
         client = client_of(address)
         assert [model.id for model in client.models.list()] == ["keeps", "full"]
-        for name, n_ctx in (("keeps", N_CTX), ("full", 512), ("unknown", N_CTX)):
+        for name, n_ctx in (("keeps", 512), ("full", N_CTX), ("unknown", 512)):
             for stream in (False, True):
                 code = "context_length_exceeded"
                 told = refused(400, code, ask, client, "x" * 1200, model=name, stream=stream)
@@ -369,24 +381,59 @@ def test_two_models_of_a_file_with_positions_that_end(tiny, tmp_path):
         assert process.wait(10) == 0
 
 
-def test_a_start_that_fails_says_why_in_one_line(tiny, tmp_path):
+def test_a_port_in_use_is_found_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = call("serve", tiny, "--port", port, code=2)
-        assert f"cannot listen on localhost:{port}" in done.stderr
-    cases = {
-        ("missing.gguf",): "does not exist",
-        (): "no model",
-        (str(tiny), "--kv-budgt", "9"): "--kv-budgt",
-        (str(tiny), "--n-ctx", "many"): "n_ctx",
-        (str(tiny), "--port", "99999"): "port",
-        (str(tiny), "--kv-policy", "best"): "best",
-        (__file__, "--port", "0"): "not a complete GGUF model",
-    }
-    for args, reason in cases.items():
-        done = call("serve", *args, code=2)
-        assert reason in done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr
+        done = call("serve", __file__, "--port", port, code=2)
+    assert done.stderr.startswith(f"error: cannot listen on localhost:{port}: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["missing.gguf"], "does not exist"),
+        ([], "no model"),
+        (["a.gguf", "-m", "b.gguf"], "two models"),
+        (["a.gguf", "--kv-budgt", "9"], "--kv-budgt"),
+        (["a.gguf", "--n-ctx", "many"], "n_ctx: "),
+        (["a.gguf", "--port", "99999"], "port: "),
+        (["a.gguf", "--kv-policy", "best"], "kv_policy='best' is not known"),
+        (["a.gguf", "--kv-policy", "full", "--kv-budget", "9"], "leave --kv-budget out"),
+        (["a.gguf", "--ssl-keyfile", "key.pem"], "--ssl-certfile"),
+        ([__file__, "--port", "0"], "not a complete GGUF model"),
+        ([__file__, "--host", "nobody.invalid"], "cannot listen on nobody.invalid:8000"),
+        (["--config-file", __file__], "neither JSON nor YAML"),
+        (["--config-file", "models.json"], "models.json: No such file"),
+        (["a.gguf", "--config-file", "models.json"], "leave --model out"),
+    ],
+)
+def test_a_start_that_fails_says_why_in_one_line(args, reason, monkeypatch):
+    for name in ("MODEL", "HOST", "PORT"):
+        monkeypatch.delenv(name, raising=False)
+    done = CliRunner().invoke(app, ["serve", *args])
+    assert done.exit_code, done.output
+    assert reason in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_flags_have_the_names_of_llama_cpp_server_and_of_llama_cpp():
+    given, _ = flags.parse(["a.gguf", "--n_ctx", "9", "-b", "8", "--flash_attn=off"], "")
+    assert given == {"model": "a.gguf", "n_ctx": "9", "n_batch": "8", "flash_attn": "off"}
+    given, file = flags.parse(["--n-threads=-1", "--verbose", "--config_file", "a_b.json"], "")
+    assert (given, file) == ({"n_threads": "-1", "verbose": "on"}, "a_b.json")
+    known = {*ModelSettings.model_fields, *ServerSettings.model_fields}
+    assert known >= {*upstream.Settings.model_fields}
+    given = {"model": "a", "kv_budget": "0.25", "type_k": "q8_0", "n_threads": "-1"}
+    _, (model,) = settings.read(given, None)
+    assert (model.kv_budget, model.type_k, model.policy().prefill) == (0.25, 8, "full")
+    assert model.n_threads >= 1
+
+
+def test_help_lists_all_flags():
+    text = CliRunner().invoke(app, ["serve", "--help"]).output
+    for name in ("--kv-policy", "--kv-budget", "--kv-positions", "--api-key", "--n-ctx", "-ngl"):
+        assert name in text
 
 
 def test_a_missing_extra_is_named():
@@ -400,7 +447,9 @@ def test_a_missing_extra_is_named():
 
 
 def test_an_open_server_warns(tiny):
-    process = start("serve", tiny, "--host", "0.0.0.0", *ONE, stdin=subprocess.DEVNULL)
+    process = start(
+        "serve", tiny, "--host", "0.0.0.0", "--port", "0", *THREAD, stdin=subprocess.DEVNULL
+    )
     line = process.stderr.readline().decode()
     process.terminate()
     process.communicate(timeout=15)

@@ -66,6 +66,11 @@ class ModelSettings(upstream.ModelSettings):
     def _named_type(cls, value: object) -> object:
         return KV_TYPES.get(value, value) if isinstance(value, str) else value
 
+    @field_validator("n_threads", "n_threads_batch", mode="before")
+    @classmethod
+    def _all_threads(cls, value: object) -> object:
+        return n_cpus() if str(value) == "-1" else value  # the command line has text
+
     def policy(self) -> KVPolicy:
         """The eviction policy that these settings name, see `KVOptions.policy`."""
         budget = None if self.kv_budget is None else str(self.kv_budget)
