@@ -20,13 +20,14 @@ import httpx
 import openai
 import pytest
 import tiny_models
-from command_line import call, start
+from command_line import start
 from typer.testing import CliRunner
 
+import pyinertia.server
 from pyinertia import Llama
 from pyinertia.binding import llama_cpp
 from pyinertia.cli import app
-from pyinertia.server import flags, settings
+from pyinertia.server import flags, run, settings  # noqa: F401
 from pyinertia.server.settings import ModelSettings, ServerSettings, upstream
 
 KEY = "sesame"
@@ -41,7 +42,7 @@ SYSTEM = {"role": "system", "content": "Answer in one word."}
 def served(*args: str | Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server, by its address; it must end cleanly."""
     process = start("serve", *args, "--port", "0", stdin=subprocess.DEVNULL)
-    told = b""
+    told, reader = b"", None
     try:
         for line in process.stderr:
             told += line
@@ -58,7 +59,7 @@ def served(*args: str | Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
             code = process.wait(15)
         finally:
             process.kill()
-            if told.startswith(b"listening"):
+            if reader is not None:
                 reader.join()
             process.stdout.close()
             process.stderr.close()
@@ -243,16 +244,19 @@ def test_a_client_that_leaves_a_stream_ends_the_generation(address, client):
     assert 5 <= generated < 900
 
 
-def test_a_client_that_leaves_before_its_answer_ends_the_generation(address, client):
+@pytest.mark.parametrize("text", ["Go on.", "word " * 20_000], ids=["decode", "prefill"])
+def test_a_client_that_leaves_before_its_answer_ends_the_work(address, client, text):
     before = metrics(address)["pyinertia_completion_tokens_total"]
     raw = http.client.HTTPConnection(address.removeprefix("http://"))
-    messages = [{"role": "user", "content": "Go on."}]
+    messages = [{"role": "user", "content": text}]
     body = {"messages": messages, "max_tokens": 900, "grammar": LETTERS}
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     raw.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     time.sleep(0.3)
     raw.close()
+    began = time.monotonic()
     assert ask(client, "Hello.", max_tokens=2).usage.completion_tokens == 2
+    assert time.monotonic() - began < 5  # all of that prompt takes longer
     assert metrics(address)["pyinertia_completion_tokens_total"] - before < 900
 
 
@@ -363,7 +367,7 @@ def test_two_models_of_a_file_with_positions_that_end(tiny, tmp_path):
         {"model": str(other), "model_alias": "full", "kv_policy": "full", **common},
     ]
     file = tmp_path / "models.json"
-    file.write_text(json.dumps({"models": models}))
+    file.write_text(json.dumps({"models": models, "interrupt_requests": True}))
     with served("--config-file", file) as (address, process):
         client = client_of(address)
         assert [model.id for model in client.models.list()] == ["keeps", "full"]
@@ -374,6 +378,11 @@ def test_two_models_of_a_file_with_positions_that_end(tiny, tmp_path):
                 assert str(n_ctx) in told
             usage = ask(client, "Hi.", model=name).usage
             assert usage.kv_tokens_evicted == 0
+        # a stream gives way to the next request, because the file says so
+        stream = ask(client, "Go on.", model="full", max_tokens=900, stream=True)
+        next(iter(stream))
+        assert ask(client, "Hi.", model="full").choices[0].finish_reason
+        assert len(list(stream)) < 800
         # an answer that is on its way does not hold up the end
         stream = ask(client, "Go on.", model="full", max_tokens=400, stream=True)
         next(iter(stream))
@@ -384,9 +393,10 @@ def test_two_models_of_a_file_with_positions_that_end(tiny, tmp_path):
 def test_a_port_in_use_is_found_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = call("serve", __file__, "--port", port, code=2)
-    assert done.stderr.startswith(f"error: cannot listen on localhost:{port}: ")
-    assert done.stderr.count("\n") == 1
+        done = CliRunner().invoke(app, ["serve", __file__, "--port", port])
+    assert done.exit_code == 2
+    assert done.output.startswith(f"error: cannot listen on localhost:{port}: ")
+    assert done.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -394,7 +404,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded():
     [
         (["missing.gguf"], "does not exist"),
         ([], "no model"),
-        (["a.gguf", "-m", "b.gguf"], "two models"),
+        (["a.gguf", "-m", "b.gguf"], "2 models"),
         (["a.gguf", "--kv-budgt", "9"], "--kv-budgt"),
         (["a.gguf", "--n-ctx", "many"], "n_ctx: "),
         (["a.gguf", "--port", "99999"], "port: "),
@@ -436,14 +446,13 @@ def test_help_lists_all_flags():
         assert name in text
 
 
-def test_a_missing_extra_is_named():
-    code = (
-        "import sys; sys.modules['uvicorn'] = None\n"
-        "from pyinertia.cli import app; app(['serve', 'model.gguf'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: serve needs uvicorn; pip install 'pyinertia[server]'\n"
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "pyinertia.server.run")
+    monkeypatch.delattr(pyinertia.server, "run")
+    done = CliRunner().invoke(app, ["serve", "model.gguf"])
+    assert done.exit_code == 2
+    assert done.output == "error: serve needs uvicorn; pip install 'pyinertia[server]'\n"
 
 
 def test_an_open_server_warns(tiny):

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from pyinertia.cli import hub
 from pyinertia.errors import CommandError
 from pyinertia.server.settings import ModelSettings, ServerSettings
 
@@ -50,6 +51,9 @@ def parse(args: list[str], description: str) -> tuple[dict[str, Any], str | None
         epilog="A setting without a flag is looked for in the environment, in capitals: API_KEY.",
     )
     parser.add_argument("file", nargs="?", metavar="MODEL", help="GGUF model, as with -m")
+    parser.add_argument(
+        "-hf", "--hf", metavar="REPO[:FILE]", help="fetch the model from the Hugging Face hub, once"
+    )
     ours = {name for name in ModelSettings.model_fields if name.startswith("kv_")}
     ours.discard("kv_overrides")
     models = parser.add_argument_group("model and context")
@@ -65,10 +69,14 @@ def parse(args: list[str], description: str) -> tuple[dict[str, Any], str | None
     given = vars(parser.parse_args([_dashed(arg) for arg in args]))
     config_file = given.pop("config_file", None)
     file = given.pop("file", None)
-    if file is not None:
-        if "model" in given:
-            msg = f"two models, {file} and -m {given['model']}; leave one out"
-            raise CommandError(msg)
+    hub_name = given.pop("hf", None)
+    named = [one for one in (file, given.get("model"), hub_name) if one is not None]
+    if len(named) > 1:
+        msg = f"{len(named)} models, {' and '.join(named)}; leave all but one out"
+        raise CommandError(msg)
+    if hub_name is not None:
+        given["model"] = str(hub.fetch(hub_name))
+    elif file is not None:
         given["model"] = file
     return given, config_file
 

@@ -47,7 +47,7 @@ def serve(settings: ServerSettings, models: list[ModelSettings]) -> None:
             _check_file(model.model)
     # before the model is loaded: that takes long, a port that is in use is found at once
     with closing(_listen(settings)) as listener:
-        host, port = listener.getsockname()[:2]
+        host = listener.getsockname()[0]
         if settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
             say(
                 f"warning: whoever reaches {host} can use this server; pass --api-key, or "
@@ -55,19 +55,18 @@ def serve(settings: ServerSettings, models: list[ModelSettings]) -> None:
             )
         loaded = Models([*models])
         try:
-            _run(settings, Queue(loaded), listener, host, port)
+            verbose = any(model.verbose for model in models)
+            _run(settings, Queue(loaded), listener, verbose)
         finally:
             loaded.free()  # type: ignore[no-untyped-call]
 
 
-def _run(
-    settings: ServerSettings, queue: Queue, listener: socket.socket, host: str, port: int
-) -> None:
+def _run(settings: ServerSettings, queue: Queue, listener: socket.socket, verbose: bool) -> None:
     app = create_app(settings, queue)
     app.state.metrics.look(queue.models())
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="info" if verbose else "warning",
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         timeout_graceful_shutdown=END_WITHIN,
@@ -77,6 +76,7 @@ def _run(
     except OSError as error:  # ssl's own errors are some
         msg = f"--ssl-keyfile, --ssl-certfile: {error}"
         raise CommandError(msg) from error
+    host, port = listener.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     scheme = "https" if config.is_ssl else "http"
     # uvicorn raises the signals again that ended it, and that would end us before the model
