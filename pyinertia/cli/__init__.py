@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pyinertia.cli import about, bench, chat, info, run, summarise
+from pyinertia.cli import about, bench, chat, info, run, serve, summarise
 from pyinertia.cli.group import DEBUG, Group
 from pyinertia.cli.options import command
 from pyinertia.eval import cli as eval_cli
@@ -29,6 +29,9 @@ command(
     help=summarise.HELP,
     rich_help_panel=USE,
 )(summarise.main)
+app.command("serve", help=serve.HELP, rich_help_panel=USE, context_settings=serve.SETTINGS)(
+    serve.main
+)
 command(app, "info", help=info.HELP, rich_help_panel=USE)(info.main)
 app.command("bench", help=bench.HELP, rich_help_panel=MEASURE)(bench.main)
 app.add_typer(eval_cli.app, name="eval", rich_help_panel=MEASURE)
