@@ -65,7 +65,7 @@ def _cells(axes: Axes, recording: Recording) -> None:
         axes.plot(steps, n_tokens, color=FULL, linestyle="--", label="all tokens: a full cache")
     axes.plot(steps, n_cells, color=KEPT, label="cells", marker="o", markersize=3)
     axes.set_ylim(0, 1.1 * max(n_tokens))
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="best")
     _name(axes, "cells in the cache", "decode step", "cells")
 
 

@@ -27,7 +27,10 @@ def show(recording: Recording, console: Console) -> None:
         body = _body(recording, answer, coloured)
         if body.plain:
             console.print(Text(heading, style="bold"))
-            console.print(body, soft_wrap=True)
+            if coloured:
+                console.print(body, soft_wrap=True)
+            else:
+                console.file.write(body.plain + "\n")  # rich would turn tabs into spaces
             console.print()
     if recording.budget is not None:
         console.print(_legend(coloured))
