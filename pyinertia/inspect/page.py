@@ -7,50 +7,14 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from pyinertia.inspect import words
 from pyinertia.inspect.recording import Recording
+from pyinertia.inspect.scale import scale
 
 FOLDER = Path(__file__).parent / "page"
 N_LEVELS = 8  # shades; as many as in page.css
-LOG_SPAN = 50.0  # scores that span more are shown on a logarithmic scale
-
-
-class Scale(NamedTuple):
-    """How scores become bytes: 1 is low or less, 255 is high, 0 is a score of 0 or less.
-
-    Attributes:
-        low: The score that all but the smallest hundredth have.
-        high: The highest score.
-        log: Whether the logarithm of the score is what is evenly divided.
-    """
-
-    low: float
-    high: float
-    log: bool
-
-    def bytes(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-        """Quantise scores, [n] float32, to [n] uint8."""
-        values = np.clip(scores.astype(np.float64), self.low, self.high)
-        if self.log:
-            share = np.log(values / self.low) / math.log(self.high / self.low)
-        else:
-            share = (values - self.low) / ((self.high - self.low) or 1.0)
-        return np.where(scores > 0, np.rint(1 + 254 * share), 0).astype(np.uint8)
-
-
-def scale(recording: Recording) -> Scale:
-    """The scale that all steps of a recording share."""
-    every = np.concatenate([step.cells["score"] for step in recording.steps])
-    positive = every[np.isfinite(every) & (every > 0)].astype(np.float64)
-    if not positive.size:
-        return Scale(0.0, 1.0, False)
-    low, high = float(np.quantile(positive, 0.01)), float(positive.max())
-    return Scale(low, high, high / low > LOG_SPAN)
 
 
 def data(recording: Recording) -> dict[str, Any]:
@@ -97,7 +61,7 @@ def html(recording: Recording) -> str:
     found = data(recording)
     # inside a script element only this can end it
     embedded = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    low, high = (f"{value:.2g}" for value in scale(recording)[:2])
+    low, high = (f"{float(f'{value:.2g}'):g}" for value in scale(recording)[:2])
     kind = "logarithmic" if found["scale"]["log"] else "even"
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined
@@ -113,7 +77,8 @@ def html(recording: Recording) -> str:
         n_levels=N_LEVELS,
         low=low,
         high=high,
-        scale_name=f"score, {kind}",
+        scale_name=f"score ({kind} scale)",
+        has_parts=bool(found["counts"]),
         scale_label=f"Shades from light to strong are scores from {low} to {high}",
         passages=words.passages(recording),
         rows=[

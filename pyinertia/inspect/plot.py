@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from pyinertia.inspect import words
 from pyinertia.inspect.recording import Recording
+from pyinertia.inspect.scale import scale
 
 SIZE, DPI = (11.0, 7.5), 120  # inches, pixels per inch
 # two of Okabe and Ito's palette, which all common kinds of colour vision tell apart
@@ -50,7 +51,7 @@ def _scores(axes: Axes, recording: Recording) -> None:
     score = cells["score"].astype(float)
     axes.scatter(cells["pos"], score, s=6, color=KEPT, linewidths=0)
     positive = score[score > 0]
-    if positive.size and positive.max() / positive.min() > 50:
+    if positive.size and scale(recording).log:
         axes.set_yscale("log")
         axes.set_ylim(max(positive.min(), positive.max() / 10**DECADES) / 1.5, positive.max() * 1.5)
     axes.set_xlim(0, len(recording.tokens))

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyinertia.inspect import page, words
+from pyinertia.inspect import words
 from pyinertia.inspect.recording import Recording
+from pyinertia.inspect.scale import scale
 
 DROPPED = "[-", "-]"  # around dropped text where there is no colour, as in wdiff
 GONE = "dim strike"
@@ -48,7 +49,7 @@ def show(recording: Recording, console: Console) -> None:
 def _body(recording: Recording, answer: bool, coloured: bool) -> Text:
     last = recording.steps[-1].cells
     levels = np.full(len(recording.tokens), -1)
-    levels[last["pos"]] = page.scale(recording).bytes(last["score"])
+    levels[last["pos"]] = scale(recording).bytes(last["score"])
     body = Text()
     here = [p for p in recording.pieces if (p.start >= recording.n_prompt) == answer]
     # a piece of several tokens is there as long as one of them is

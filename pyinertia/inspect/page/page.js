@@ -19,9 +19,10 @@ const isKept = (pos, step) =>
 
 function scoreText(byte) {
   const { low, high, log } = data.scale;
-  if (!byte) return `at most ${low.toPrecision(2)}`;
+  const rounded = (value) => String(Number(value.toPrecision(2)));
+  if (byte < 2) return `at most ${rounded(low)}`;
   const share = (byte - 1) / 254;
-  return "about " + (log ? low * (high / low) ** share : low + (high - low) * share).toPrecision(2);
+  return "about " + rounded(log ? low * (high / low) ** share : low + (high - low) * share);
 }
 
 // text
@@ -180,7 +181,7 @@ function drawSteps() {
     const fastest = ceiling(Math.max(...speeds));
     frame(speed, number(fastest), "0", number(nDecoded));
     curve(speed, "curve", data.speed, fastest);
-    const [first, last] = [speeds[0], speeds[speeds.length - 1]].map((v) => v.toPrecision(3));
+    const [first, last] = [speeds[0], speeds[speeds.length - 1]].map((v) => number(Math.round(v)));
     speed.setAttribute("aria-label", `${first} tokens per second at first, ${last} at the end`);
   } else draw(speed, "text", { x: LEFT, y: 70 }, "nothing was decoded");
   for (const svg of [cells, speed])
