@@ -101,6 +101,7 @@ HOSTILE: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "script.html": (_bytes(b"<html><script>var text = 'none'</script></html>"), "without text"),
     "nul.html": (_bytes(b"<p>a\0b</p>"), "binary"),
     "deep.html": (_bytes(b"<div>" * 50_000 + b"</div>" * 50_000), "without text"),
+    "tags.html": (_bytes(b"<a " * 100_000), "without text"),
     "broken.jsonl": (_bytes(b'{"text": "torn\n'), "line 1 is not JSON"),
     "no-field.jsonl": (_bytes(_line({"body": STORY})), "line 1 has no field 'text', it has body"),
     "number.jsonl": (_bytes(_line({"text": 7})), "'text' is a int, not a text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -15,7 +16,7 @@ from helpers import tokens
 from tiny_models import EOS
 
 from pyinertia import KVPolicy, Llama, ModelError, PolicyError
-from pyinertia.batch import Completion, generate_many
+from pyinertia.batch import Completion, generate_many, summarise
 from pyinertia.batch.schedule import Job, Schedule, Settings
 from pyinertia.batch.slots import Slots
 
@@ -23,7 +24,7 @@ POLICY = KVPolicy(n_budget=64, n_sink=2, n_recent=8, n_window=8, n_pool=3)
 # f32 cells: batched and alone agree but for rounding
 TINY = {"n_threads": 1, "n_threads_batch": 1, "n_batch": 64, "type_k": 0, "type_v": 0}
 RNG = np.random.default_rng(5)
-LENGTHS = [300, 20, 64, 65, 129, 90, 1, 128, 500]
+LENGTHS = [300, 20, 64, 65, 129, 90, 1, 128, 513]
 PROMPTS = [RNG.integers(0, 256, n).tolist() for n in LENGTHS]
 # of unlike lengths, so that the last ones close gaps between the slots
 ANSWERS = [[*RNG.integers(0, 256, n).tolist(), EOS] for n in (40, 10, 25, 33, 15, 4, 2, 9, 12)]
@@ -59,9 +60,11 @@ def contexts(monkeypatch):
     return open_ones
 
 
-def many(prompts, llama, **kwargs):
+def many(prompts, llama, call=generate_many, **kwargs):
     settings = {"kv_policy": POLICY, "max_tokens": 8, "temperature": 0.0, **TINY, **kwargs}
-    return generate_many(prompts, model=llama, **settings)
+    if call is summarise:
+        settings["instruction"] = "Sum up."
+    return call(prompts, model=llama, **settings)
 
 
 # each as it would be alone
@@ -244,20 +247,21 @@ def test_bad_prompts_end_with_errors_and_disturb_no_other(llama):
     assert sorted(bad) == [1, 2, 3, 4, 5, 6]
     assert "empty" in bad[1]
     assert "this one is 7" in bad[2]
-    assert "empty list" in bad[3]
+    assert "empty list of messages" in bad[3]
     assert "2001 tokens" in bad[5]
     assert "n_ctx=1024" in bad[5]
     good = {one.index: one.text for one in many(["good", "also good"], llama)}
     assert (results[0].text, results[7].text) == (good[0], good[1])
 
 
-def test_prompts_that_raise_are_finished_first(llama, contexts):
+@pytest.mark.parametrize("call", [generate_many, summarise])
+def test_what_was_read_is_finished_when_the_reading_fails(llama, contexts, call):
     def broken():
         yield "one"
         yield "two"
         raise OSError("the disk is gone")
 
-    results = many(broken(), llama, n_parallel=4)
+    results = many(broken(), llama, n_parallel=4, call=call)
     done = [next(results), next(results)]
     assert contexts
     with pytest.raises(OSError, match="the disk is gone"):
@@ -267,8 +271,9 @@ def test_prompts_that_raise_are_finished_first(llama, contexts):
     assert not contexts
 
 
-def test_closing_frees_the_context(llama, contexts):
-    results = many((f"prompt {i}" for i in count()), llama, n_parallel=3)
+@pytest.mark.parametrize("call", [generate_many, summarise])
+def test_closing_frees_the_context(llama, contexts, call):
+    results = many((f"prompt {i}" for i in count()), llama, n_parallel=3, call=call)
     next(results)
     assert len(contexts) == 1
     results.close()
@@ -303,12 +308,14 @@ def test_without_free_cells_chunks_and_calls_are_halved(llama):
     [
         ({"n_parallel": 0}, ValueError, r"n_parallel=0 must be a whole number in \[1, 256\]"),
         ({"n_parallel": 300}, ValueError, "n_parallel=300"),
-        ({"n_parallel": 65}, ValueError, "n_batch=64 must be at least n_parallel=65"),
         ({"max_tokens": 0}, ValueError, "max_tokens=0"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"stop": [""]}, ValueError, "none of them empty"),
         ({"top_q": 1}, TypeError, "no keyword 'top_q'; the nearest one is 'top_"),
         ({"kv_prefill": "full"}, TypeError, "no keyword 'kv_prefill'"),
+        ({"n_ctx": -1}, ValueError, "n_ctx=-1"),
+        ({"prefix": 7}, TypeError, "the prefix must be text, or a list of messages"),
+        ({"prefix": []}, ValueError, "the prefix is an empty list"),
         ({"kv_policy": "inertia"}, PolicyError, "Did you mean 'inertiakv'"),
         ({"kv_policy": "inertiakv", "kv_budget": 0.5}, PolicyError, "n_budget as a count"),
         ({"kv_policy": None, "kv_budget": 512}, TypeError, "need a policy that evicts"),
@@ -317,6 +324,44 @@ def test_without_free_cells_chunks_and_calls_are_halved(llama):
 def test_bad_arguments_are_refused_at_once(llama, kwargs, error, message):
     with pytest.raises(error, match=message):
         many([], llama, **kwargs)
+
+
+def test_a_single_prompt_is_no_list_of_prompts(llama):
+    with pytest.raises(TypeError, match="prompts must be several"):
+        many("one prompt", llama)
+    with pytest.raises(TypeError, match="not iterable"):
+        many(7, llama)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"grammar": llama_cpp.LlamaGrammar.from_string("root ::= [")}, "cannot be parsed"),
+        ({"grammar": "root ::= 'a'"}, "the grammar is a llama_cpp.LlamaGrammar"),
+        ({"top_k": "many", "temperature": 1.0}, "top_k='many'"),
+    ],
+)
+def test_samplers_that_cannot_be_are_refused(llama, contexts, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        next(many(["a"], llama, **kwargs))
+    assert not contexts
+
+
+def test_a_grammar_is_kept(llama):
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= "x" [0-9] [0-9] "!"')
+    results = list(many(["a", "b", "c"], llama, grammar=grammar, temperature=1.0, n_parallel=2))
+    assert all(re.fullmatch(r"x\d\d!", one.text) for one in results)
+    assert {one.finish_reason for one in results} == {"stop"}
+
+
+def test_slots_that_cannot_be_are_refused(llama, contexts):
+    with pytest.raises(ValueError, match=r"n_parallel=65 slots need .* n_batch=64"):
+        next(many(["a"], llama, n_parallel=65))
+    with pytest.raises(ValueError, match=r"n_ctx=67108864 times n_parallel=256 is more"):
+        next(many(["a"], llama, n_parallel=256, n_ctx=2**26, n_batch=256))
+    with pytest.raises(ValueError, match=r"no context of n_parallel=8 .* flash_attn=True if"):
+        next(many(["a"], llama, type_v=llama_cpp.GGML_TYPE_Q8_0))
+    assert not contexts - {None}
 
 
 def test_a_missing_model_is_named(tmp_path):

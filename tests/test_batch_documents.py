@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -99,6 +101,21 @@ def test_a_sentence_is_cut_only_if_it_must():
     text = "One two three. Four five six. " * 4
     assert all(part.strip().endswith(".") for part in split(text, 40, len))
     assert len(split("x" * 100, 30, len)) >= 4
+
+
+@pytest.mark.parametrize("text", ["x" * 2**17, "word " * 2**15, "A sentence. " * 2**13])
+def test_the_work_of_splitting_grows_with_the_text(text):
+    counted = 0
+
+    def count(part: str) -> int:
+        nonlocal counted
+        counted += len(part)
+        return len(part)
+
+    parts = split(text, 200, count)
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= 200
+    assert counted < 150 * len(text)
 
 
 # summaries
@@ -229,3 +246,18 @@ def test_the_error_of_a_part_is_that_of_the_document(scripted):
 def test_settings_without_room_are_refused(llama, kwargs, message):
     with pytest.raises(ValueError, match=message):
         list(run(["text"], llama, **kwargs))
+
+
+def test_the_example_of_the_readme_runs(llama, tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Many documents")[2]
+    example = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    Path("reports").mkdir()
+    Path("reports/a.txt").write_text(REPORT[:400])
+    Path("reports/b.txt").write_text("")
+    Path("model.gguf").symlink_to(llama)
+    exec(example.replace("flash_attn=True", "n_threads=1, n_threads_batch=1, max_tokens=20"), {})
+    lines = capsys.readouterr().out
+    assert "a.txt" in lines
+    assert "b.txt the document is empty" in lines

@@ -144,6 +144,7 @@ def test_there_is_no_last_position(tiny, opened):
     seen = llm.detokenize(talk.tokens).decode("utf-8", "replace")
     first = talk.messages[talk.n_forgotten]["content"]
     assert talk.n_forgotten > 0
+    assert f"the first {talk.n_forgotten} messages and " in memory.used(llm, talk.n_forgotten)
     assert first in seen
     assert talk.messages[talk.n_forgotten - 2]["content"] not in seen
 

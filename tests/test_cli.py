@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -20,12 +21,13 @@ from typer.testing import CliRunner
 from pyinertia import Llama
 from pyinertia.cli import app, hub
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
+from pyinertia.documents import suffixes
 from pyinertia.errors import CommandError
 
 GROUPS = (ModelOptions, ContextOptions, SamplingOptions, KVOptions)
 LLAMA_CPP = {
     *("-m", "-hf", "-c", "-n", "-t", "-ngl", "-b", "-ub", "-fa", "-ctk", "-ctv", "-f", "-p"),
-    *("-sys", "--temp", "--top-k", "--top-p", "--min-p", "--seed"),
+    *("-sys", "--temp", "--top-k", "--top-p", "--min-p", "--seed", "--repeat-penalty"),
 }
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 ONE = ["-t", "1", "--temp", "0"]
@@ -63,6 +65,18 @@ def test_llama_cpp_s_names_are_there():
     assert not LLAMA_CPP - options("run")
     ours = {"--kv-policy", "--kv-budget", "--kv-refresh", "--kv-prefill"}
     assert ours <= options("run") & options("chat") & options("info") & options("summarise")
+
+
+def test_the_readme_s_commands_are_understood():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## Command line\n")[2].partition("\n## ")[0]
+    lines = [line.split(None, 1)[1] for line in section.splitlines() if line.startswith("    py")]
+    assert {shlex.split(line)[0] for line in lines} == {"info", "run", "chat", "summarise"}
+    for line in lines:
+        name, *args = shlex.split(line)
+        COMMANDS[name].make_context(name, args)  # raises what typer would show
+    assert all(f"`{name}`" in section for name in COMMANDS)
+    assert suffixes() in section
 
 
 def test_commands_have_the_same_shared_options():
@@ -126,6 +140,9 @@ def test_the_prompt_comes_from_anywhere(tiny, tmp_path):
     assert said("-f", file) == first
     assert said("-f", "-", stdin="Once upon a time") == first
     assert said(stdin="Once upon a time") == first
+    page = tmp_path / "page.html"
+    page.write_text("<p>Once <b>upon</b> a time</p>")
+    assert said("-f", page) == first
     assert said("-f", file, "who?") == said("Once upon a time\n\nwho?") != first
 
 
@@ -139,6 +156,20 @@ def test_run_tells_what_was_dropped(tiny, tmp_path):
     assert f"256 of 256 cells, {n_dropped:,} of {n_tokens:,} tokens dropped" in done.stderr
     full = invoke("run", "-m", tiny, *ONE, "-n", "16", "--kv-policy", "full", "a b c")
     assert full.stderr == ""
+
+
+def test_run_samples_as_it_is_told(tiny):
+    sampling = ["--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.3"]
+    llm = Llama(tiny, n_ctx=1024, seed=7, flash_attn=True, n_threads=1, verbose=False)
+    stream = llm.generate(
+        llm.tokenize(b"Once"), temp=0.7, top_k=5, top_p=0.9, min_p=0.1, repeat_penalty=1.3
+    )
+    expected = llm.detokenize([t for t, _ in zip(stream, range(30), strict=False)])
+    told = ["-t", "1", "--temp", "0.7", "-s", "7", "-n", "30", *sampling]
+    assert (
+        invoke("run", "-m", tiny, *told, "Once").stdout
+        == expected.decode("utf-8", "replace") + "\n"
+    )
 
 
 # what goes wrong
@@ -223,7 +254,9 @@ def test_what_cannot_be_is_one_readable_line(what, tiny, tmp_path):
 def test_a_refused_architecture_is_told_in_the_engine_s_words(folder):
     mamba = tiny_models.write_mamba(folder / "mamba.gguf")
     error = invoke("run", "-m", mamba, *ONE, "hi", code=2).stderr
+    assert error.startswith("error: --kv-policy inertiakv cannot run on architecture 'mamba': ")
     assert "architecture 'mamba' uses a cache that cannot be evicted from" in error
+    assert error.endswith("Use --kv-policy full\n")
     assert invoke("run", "-m", mamba, *ONE, "-n", "4", "--kv-policy", "full", "hi").stderr == ""
 
 
@@ -232,6 +265,8 @@ def test_debug_shows_the_traceback(tiny):
         done = call(*args, "-m", tiny, "-ctk", "q9", "hi", code=1)
         assert "Traceback" in done.stderr
         assert "CommandError: -ctk q9" in done.stderr
+    done = call("--debug", "eval", "agree", "-m", "no.gguf", code=1)
+    assert "ModelError: no.gguf does not exist" in done.stderr
 
 
 def test_llama_cpp_is_silent_unless_asked(tiny):

@@ -168,6 +168,17 @@ def test_words_name_what_was_dropped(tiny):
     assert words.state(found.steps[-1]).startswith(f"{len(gone):,} of {len(found.tokens):,} tokens")
 
 
+def test_a_system_prompt_is_named_as_what_stays(folder):
+    chat = tiny_models.write_chat(folder / "chat.gguf")
+    path = folder / "long.txt"
+    path.write_text("abcdefgh " * 60)
+    text = invoke(path, "-m", chat, *RUN, "--system", "Be brief.").stdout
+    n_system = 1 + len("system\nBe brief.")  # <s> is one token, bytes are tokens
+    stays = re.search(r"the first 4 tokens, positions 0 to (\d+) \(protected\) and", text)
+    assert int(stays[1]) + 1 >= n_system
+    assert "Prompt\n<s>system\nBe brief.</s>" in text
+
+
 def test_shares_by_position(tiny):
     found = recorded(tiny)
     shares, edges = words.kept_shares(found, 20)

@@ -346,6 +346,14 @@ def test_progress_goes_to_stderr_and_quiet_has_none(pile, summarise):
     assert quiet.stderr == quiet.stdout == ""
 
 
+def test_a_broken_pipe_is_quiet(pile, tiny):
+    with start("summarise", "docs", "-q", "-m", tiny, *ARGUMENTS) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(20) == 141
+
+
 def test_the_real_process_says_0_1_and_2(pile, tiny):
     base = ["summarise", "-m", tiny, *ARGUMENTS, "-o", "out.jsonl"]
     assert "1 done" in call(*base, "docs/0.txt").stderr

@@ -10,12 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyinertia.batch.generate import (
-    check_model,
+from pyinertia.batch.arguments import (
+    check_counts,
+    check_items,
+    check_policy,
     check_stop,
-    share_prefix,
     split_keywords,
 )
+from pyinertia.batch.generate import share_prefix
 from pyinertia.batch.schedule import Job, Outcome, Schedule
 from pyinertia.batch.slots import Slots
 from pyinertia.batch.text import Message, encode, split
@@ -122,15 +124,14 @@ def summarise(
             instruction.
         ModelError: The model file is missing or cannot be read.
     """
-    check_model(n_parallel, kv_policy, kv_budget, kv_refresh, kwargs)
-    settings, load = split_keywords(
-        max_tokens, temperature, seed, {"repeat_penalty": 1.1, **kwargs}
-    )
-    stops = check_stop(stop)
+    check_policy(kv_policy, kv_budget, kv_refresh)
+    n_most = check_counts(n_parallel, n_ctx, max_tokens, seed)
+    settings, load = split_keywords(n_most, temperature, {"repeat_penalty": 1.1, **kwargs})
+    stops, items = check_stop(stop), check_items("documents", documents)
     if not isinstance(instruction, str) or not instruction.strip():
         msg = f"instruction={instruction!r} must be a text that is not empty"
         raise ValueError(msg)
-    if n_part is not None and n_part < 2 * max_tokens:
+    if n_part is not None and n_part < 2 * n_most:
         msg = (
             f"max_tokens={max_tokens}, n_part={n_part}: a part must have room for two summaries; "
             "pass a smaller max_tokens, or a larger n_part"
@@ -149,7 +150,7 @@ def summarise(
                 **load,
             )
         ) as slots:
-            desk = Desk(slots, documents, instruction, n_part, max_tokens, stops, seed)
+            desk = Desk(slots, items, instruction, n_part, n_most, stops, seed)
             for outcome in Schedule(slots, settings).run(desk.next_job):
                 summary = desk.take(outcome)
                 if summary is not None:

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
-from numbers import Integral
 from typing import Any
 
-import llama_cpp
-
-from pyinertia.batch.schedule import Job, Outcome, Schedule, Settings
-from pyinertia.batch.slots import N_PARALLEL_MOST, Slots
-from pyinertia.batch.text import Prompt, common_prefix, encode
-from pyinertia.llama import Llama
-from pyinertia.policy import KVPolicy, resolve_policy
-
-# those of Llama.create_completion that a sampler chain takes
-SAMPLING = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "mirostat_mode",
-    "mirostat_tau",
-    "mirostat_eta",
-    "grammar",
+from pyinertia.batch.arguments import (
+    check_counts,
+    check_items,
+    check_policy,
+    check_stop,
+    split_keywords,
 )
-OURS = {"n_seq_max", "kv_prefill", "embedding", "logits_all", "draft_model", "seed", "vocab_only"}
+from pyinertia.batch.schedule import Job, Outcome, Schedule
+from pyinertia.batch.slots import Slots
+from pyinertia.batch.text import Prompt, check_prompt, common_prefix, encode
+from pyinertia.policy import KVPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +28,14 @@ class Completion:
 
     Attributes:
         index: Which prompt, from 0.
-        text: The answer.
+        text: The answer, as far as it got.
         finish_reason: "stop" (the model ended it, or a stop string), "length" (max_tokens, or the
             last position), or "error".
         n_prompt: Tokens of the prompt, a shared prefix included.
         n_generated: Tokens of the answer.
         n_kept: Cells that were there when it ended.
-        n_evicted: Tokens of prompt and answer that had left the cache by then.
+        n_evicted: Tokens of prompt and answer that had left the cache by then. The last token of
+            an answer that was not ended by the model never enters.
         seconds: From entering a slot to the end.
         error: What went wrong, "" if nothing did.
     """
@@ -125,9 +111,12 @@ def generate_many(
             prefix.
         ModelError: The model file is missing or cannot be read.
     """
-    check_model(n_parallel, kv_policy, kv_budget, kv_refresh, kwargs)
-    settings, load = split_keywords(max_tokens, temperature, seed, kwargs)
-    stops = check_stop(stop)
+    check_policy(kv_policy, kv_budget, kv_refresh)
+    n_most = check_counts(n_parallel, n_ctx, max_tokens, seed)
+    settings, load = split_keywords(n_most, temperature, kwargs)
+    stops, items = check_stop(stop), check_items("prompts", prompts)
+    if prefix is not None:
+        check_prompt("prefix", prefix)
 
     def run() -> Iterator[Completion]:
         with closing(
@@ -143,7 +132,7 @@ def generate_many(
         ) as slots:
             if prefix is not None:
                 share_prefix(slots, partial(_probe, prefix), prefix)
-            numbered = enumerate(prompts)
+            numbered = enumerate(items)
 
             def next_job() -> Job | None:
                 index, prompt = next(numbered, (-1, None))
@@ -187,66 +176,3 @@ def share_prefix(
     """Evaluate once what prompts have in common, whatever their text is."""
     prompts = [encode(slots, make_prompt(text), prefix).ids for text in ("a", "\n", "1")]
     slots.share(common_prefix(prompts))
-
-
-def check_model(
-    n_parallel: int,
-    kv_policy: str | KVPolicy | None,
-    kv_budget: int | None,
-    kv_refresh: int | None,
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise what can be known before the model is loaded."""
-    whole = isinstance(n_parallel, Integral) and not isinstance(n_parallel, bool)
-    if not whole or not 1 <= n_parallel <= N_PARALLEL_MOST:
-        msg = f"n_parallel={n_parallel!r} must be a whole number in [1, {N_PARALLEL_MOST}]"
-        raise ValueError(msg)
-    n_batch = kwargs.get("n_batch", 512)
-    if n_batch < n_parallel:
-        msg = f"n_batch={n_batch} must be at least n_parallel={n_parallel}: one token of each"
-        raise ValueError(msg)
-    if resolve_policy(kv_policy, kv_budget, kv_refresh).evicts:
-        resolve_policy(kv_policy, kv_budget, kv_refresh, "bounded")
-
-
-def split_keywords(
-    max_tokens: int | None, temperature: float, seed: int, kwargs: dict[str, Any]
-) -> tuple[Settings, dict[str, Any]]:
-    """Return the settings of the run and the keywords that load the model.
-
-    Raises:
-        TypeError: A keyword is unknown.
-        ValueError: max_tokens or seed is out of range.
-    """
-    parameters = {
-        *inspect.signature(llama_cpp.Llama.__init__).parameters,
-        *inspect.signature(Llama.__init__).parameters,
-    }
-    known = {*SAMPLING, *parameters} - OURS - {"self", "kwargs", "model_path"}
-    for name in sorted(kwargs.keys() - known):
-        nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-        msg = (
-            f"a batch has no keyword {name!r}; the nearest one is {nearest!r}. It takes the "
-            "sampling settings of Llama.create_completion and the keywords of Llama"
-        )
-        raise TypeError(msg)
-    if max_tokens is None:
-        max_tokens = 2**31 - 1
-    if not isinstance(max_tokens, Integral) or max_tokens < 1:
-        msg = f"max_tokens={max_tokens!r} must be a whole number from 1 on, or None for no limit"
-        raise ValueError(msg)
-    if not isinstance(seed, Integral) or seed < 0:
-        msg = f"seed={seed!r} must be a whole number from 0 on"
-        raise ValueError(msg)
-    sampling = {name: kwargs[name] for name in SAMPLING if name in kwargs}
-    settings = Settings(max_tokens=int(max_tokens), sampling={"temp": temperature, **sampling})
-    return settings, {name: kwargs[name] for name in kwargs.keys() - sampling.keys()}
-
-
-def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings as a tuple."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        msg = f"stop={stop!r} must be a text, or texts, none of them empty"
-        raise ValueError(msg)
-    return stops

@@ -150,7 +150,9 @@ class Schedule:
     """Runs jobs through the slots of a context."""
 
     def __init__(self, slots: Slots, settings: Settings) -> None:
+        """Raises ValueError if the sampler cannot be made of the settings."""
         self.slots, self.settings = slots, settings
+        slots.sampler(0, **settings.sampling).close()  # type: ignore[no-untyped-call]
         self.clock = Clock()
         self._running: list[_Sequence] = []
         self._pieces: dict[int, bytes] = {}

@@ -21,8 +21,6 @@ from pyinertia.llama import Llama
 from pyinertia.loading import n_ctx_train
 from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
 
-N_PARALLEL_MOST = 256  # LLAMA_MAX_SEQ
-
 ERRORS = {
     1: "the cache has no free cells for it",
     2: "it was aborted",
@@ -62,18 +60,44 @@ class Slots(Llama):
 
         Raises:
             PolicyError, ModelError, TypeError: As in `pyinertia.Llama`.
+            ValueError: n_ctx or n_batch is below n_parallel, or the slots do not fit into memory.
         """
         self._n_parallel = n_parallel
         evicts = resolve_policy(kv_policy, kv_budget, kv_refresh).evicts
-        super().__init__(
-            model_path,
-            kv_policy=kv_policy,
-            kv_budget=kv_budget,
-            kv_refresh=kv_refresh,
-            kv_prefill="bounded" if evicts else None,
-            n_ctx=n_ctx or n_ctx_train(os.fspath(model_path)),
-            **{"verbose": False, **kwargs},
-        )
+        n_ctx = n_ctx or n_ctx_train(os.fspath(model_path))
+        if n_ctx * n_parallel > MAX_COUNT:
+            msg = (
+                f"n_ctx={n_ctx} times n_parallel={n_parallel} is more than {MAX_COUNT}; pass a "
+                "smaller one of them"
+            )
+            raise ValueError(msg)
+        n_batch = kwargs.get("n_batch", 512)
+        if 0 < n_ctx < n_parallel or n_batch < n_parallel:
+            msg = (
+                f"n_parallel={n_parallel} slots need n_ctx and n_batch of at least as many tokens; "
+                f"they are n_ctx={n_ctx}, n_batch={n_batch}"
+            )
+            raise ValueError(msg)
+        try:
+            super().__init__(
+                model_path,
+                kv_policy=kv_policy,
+                kv_budget=kv_budget,
+                kv_refresh=kv_refresh,
+                kv_prefill="bounded" if evicts else None,
+                n_ctx=n_ctx,
+                **{"verbose": False, **kwargs},
+            )
+        except ValueError as error:
+            if "llama_context" not in str(error):
+                raise
+            msg = (
+                f"llama.cpp makes no context of n_parallel={n_parallel} slots with n_ctx={n_ctx}: "
+                "pass a smaller n_parallel or n_ctx if memory is short"
+                f"{'' if evicts else ' (a kv_policy bounds each slot by its budget)'}, flash_attn="
+                "True if type_v is a quantised one; verbose=True shows its own words"
+            )
+            raise ValueError(msg) from error
         self._shared: list[int] = []
         self._shared_state: ctypes.Array[ctypes.c_uint8] | None = None
 
@@ -226,9 +250,28 @@ class Slots(Llama):
         return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
 
     def sampler(self, seed: int, **settings: Any) -> llama_cpp._internals.LlamaSampler:
-        """Return llama.cpp's sampler chain; the settings are those of `Llama.sample`."""
+        """Return llama.cpp's sampler chain; the settings are those of `Llama.sample`.
+
+        Raises:
+            ValueError: A setting is of the wrong kind, or the grammar is none.
+        """
         self.set_seed(seed)
-        chain: llama_cpp._internals.LlamaSampler = self._init_sampler(**settings)
+        try:
+            chain: llama_cpp._internals.LlamaSampler = self._init_sampler(**settings)
+        except (ctypes.ArgumentError, TypeError, AttributeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            msg = (
+                f"no sampler can be made of {given}: {error}; the settings are numbers, the "
+                "grammar is a llama_cpp.LlamaGrammar"
+            )
+            raise ValueError(msg) from error
+        parts = (
+            llama_cpp.llama_sampler_chain_get(chain.sampler, i)
+            for i in range(llama_cpp.llama_sampler_chain_n(chain.sampler))
+        )
+        if not all(parts):  # sampling would end the process
+            msg = "the grammar cannot be parsed; see llama.cpp's grammars/README.md for its syntax"
+            raise ValueError(msg)
         return chain
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import llama_cpp
 from semantic_text_splitter import TextSplitter
+
+N_BLOCK = 32  # characters per token, far more than a text has
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -20,6 +22,29 @@ class Tokens:
 
     ids: list[int]
     stop: tuple[str, ...] = ()
+
+
+def check_prompt(name: str, prompt: Any) -> None:
+    """Raise TypeError if it is neither text nor a list of messages, ValueError if it is empty."""
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        text = repr(prompt)
+        msg = (
+            f"the {name} must be text, or a list of messages with 'role' and 'content'; this one "
+            f"is {text if len(text) <= 60 else f'{text[:57]}...'}"
+        )
+        raise TypeError(msg)
+    if not prompt:
+        what = "text" if isinstance(prompt, str) else "list of messages"
+        msg = f"the {name} is an empty {what}; give it at least one " + (
+            "character" if isinstance(prompt, str) else "message"
+        )
+        raise ValueError(msg)
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and all(
+        isinstance(message, Mapping) and "role" in message for message in prompt
+    )
 
 
 def encode(llm: llama_cpp.Llama, prompt: Prompt, prefix: Prompt | None = None) -> Tokens:
@@ -34,38 +59,15 @@ def encode(llm: llama_cpp.Llama, prompt: Prompt, prefix: Prompt | None = None) -
         TypeError: The prompt is neither, or the prefix is of the other kind.
         ValueError: The prompt is empty, or the chat format does not take it.
     """
+    check_prompt("prompt", prompt)
+    if prefix is not None and isinstance(prefix, str) != isinstance(prompt, str):
+        kinds = ("text", "a list of messages")
+        ours, theirs = kinds if isinstance(prefix, str) else kinds[::-1]
+        msg = f"the prefix is {ours}, so the prompts must be, too; this one is {theirs}"
+        raise TypeError(msg)
     if isinstance(prompt, str):
-        if prefix is not None and not isinstance(prefix, str):
-            msg = "the prefix is a list of messages, so the prompts must be, too; this one is text"
-            raise TypeError(msg)
-        if not prompt:
-            msg = "the prompt is empty; give it at least one character"
-            raise ValueError(msg)
         return Tokens(llm.tokenize(f"{prefix or ''}{prompt}".encode(), special=True))
-    if not _is_chat(prompt):
-        msg = (
-            f"a prompt must be text, or a list of messages with 'role' and 'content'; this one is "
-            f"{_shortened(prompt)}"
-        )
-        raise TypeError(msg)
-    if isinstance(prefix, str):
-        msg = "the prefix is text, so the prompts must be, too; this one is a list of messages"
-        raise TypeError(msg)
-    if not prompt:
-        msg = "the prompt is an empty list; give it at least one message"
-        raise ValueError(msg)
     return _encode_chat(llm, [*(prefix or ()), *prompt])
-
-
-def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, Sequence) and all(
-        isinstance(message, Mapping) and "role" in message for message in prompt
-    )
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class _Recorder:
@@ -124,4 +126,17 @@ def split(text: str, n_most: int, count: Callable[[str], int]) -> list[str]:
     n_slack = n_most // 10
     n_parts = -(-n_tokens // (n_most - n_slack))
     n_even = min(n_most, n_tokens // n_parts + n_slack + 1)
-    return TextSplitter.from_callback(count, n_even, trim=False).chunks(text)
+    splitter = TextSplitter.from_callback(count, n_even, trim=False)
+    # on a word without end its work is quadratic, so it gets a block at a time
+    return [part for block in _blocks(text, N_BLOCK * n_most) for part in splitter.chunks(block)]
+
+
+def _blocks(text: str, n_most: int) -> Iterator[str]:
+    """Cut a text into blocks of at most n_most characters, where it has an end of any kind."""
+    start = 0
+    while len(text) - start > n_most:
+        half, last = start + n_most // 2, start + n_most
+        ends = (text.rfind(end, half, last) + len(end) for end in ("\n\n", "\n", ". ", " "))
+        start, before = next((end for end in ends if end > half), last), start
+        yield text[before:start]
+    yield text[start:]

@@ -79,8 +79,7 @@ def _lines() -> Iterator[str]:
     parts: list[str] = []
     while True:
         try:
-            # stdout is for answers, but input() edits lines only where it prints the prompt
-            line = input("> " if not parts else ". ") if sys.stdin.isatty() else input()
+            line = _typed("> " if not parts else ". ")
         except EOFError:
             break
         if line.endswith("\\"):
@@ -92,6 +91,20 @@ def _lines() -> Iterator[str]:
             yield text
     if rest := "\n".join(parts).strip():
         yield rest
+
+
+def _typed(prompt: str) -> str:
+    if not sys.stdin.isatty():
+        return input()
+    if not sys.stdout.isatty():  # stdout is for answers
+        sys.stderr.write(prompt)
+        sys.stderr.flush()
+        prompt = ""
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        say("")
+        raise
 
 
 def _answer(talk: Conversation, llm: Llama, text: str) -> None:
@@ -120,7 +133,9 @@ def _answer(talk: Conversation, llm: Llama, text: str) -> None:
         how = f"stopped at -n {len(answer.tokens)}, "
     if answer.end == "context":
         how = "stopped, no position is left; the next message starts anew, "
-    say(f"[{how}{answer.tokens_per_second:.1f} tokens/s, {memory.used(llm)}]")
+    used = memory.used(llm, talk.n_forgotten)
+    shows = "" if "nothing dropped" in used else "; /kept shows what is left"
+    say(f"[{how}{answer.tokens_per_second:.1f} tokens/s, {used}{shows}]")
 
 
 @contextmanager
@@ -186,7 +201,7 @@ def _show_kept(talk: Conversation, llm: Llama) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if talk.n_forgotten:
-        console.print(f"[the first {talk.n_forgotten} messages are gone]", style="dim")
+        console.print(f"[the first {talk.n_forgotten} messages dropped]", style="dim")
     for kept, tokens in talk.kept():
         if kept:
             text = llm.detokenize(tokens, special=True).decode(errors="replace")
@@ -194,4 +209,4 @@ def _show_kept(talk: Conversation, llm: Llama) -> None:
         else:
             console.print(f"[{len(tokens)} tokens dropped]", style="dim", end="")
     console.print()
-    say(f"[{memory.used(llm)}]")
+    say(f"[{memory.used(llm, talk.n_forgotten)}]")

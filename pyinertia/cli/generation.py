@@ -77,6 +77,7 @@ class Generation:
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
+                repeat_penalty=sampling.repeat_penalty,
             )
         ) as stream:
             for token in stream:

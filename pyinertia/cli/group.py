@@ -55,6 +55,10 @@ class Group(TyperGroup):
             # what is still buffered must not fail again when Python ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from error
+        except typer.Exit as error:
+            if _debug and isinstance(error.__cause__, PyInertiaError):  # bench and eval say it
+                raise error.__cause__ from None
+            raise
         except Exception as error:
             # exits and usage errors are typer's own, and shown by it
             if _debug or isinstance(error, typer.Abort) or hasattr(error, "exit_code"):

@@ -64,7 +64,7 @@ class Info:
 def main(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[MODEL]", help="GGUF model, as with -m.", show_default=False),
+        typer.Argument(metavar="MODEL", help="GGUF model, as with -m.", show_default=False),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, sizes in bytes.", rich_help_panel="Help")

@@ -35,7 +35,9 @@ HELP = (
 def main(
     file: Annotated[
         Path,
-        typer.Argument(metavar="PROMPT", help="Text file, - for stdin.", show_default=False),
+        typer.Argument(
+            metavar="PROMPT", help="File: text, HTML or PDF; - for stdin.", show_default=False
+        ),
     ],
     html: Annotated[
         Path | None,
@@ -121,6 +123,7 @@ def _record(llm: Llama, tokens: list[int], sampling: SamplingOptions, policy: st
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
+            repeat_penalty=sampling.repeat_penalty,
         )
 
 

@@ -23,24 +23,25 @@ class Span(NamedTuple):
     tokens: list[int]
 
 
-def used(llm: Llama) -> str:
-    """Cells, and what was dropped."""
+def used(llm: Llama, n_gone: int = 0) -> str:
+    """Cells, and what was dropped, n_gone whole messages among it."""
     n_tokens, budget = llm.n_tokens, llm.kv_policy.n_budget
     if not llm.kv_policy.evicts:
-        return f"{n_tokens:,} of {llm._n_ctx:,} positions, nothing dropped"
+        return f"{n_tokens:,} of {llm._n_ctx:,} positions, {dropped(0, n_tokens, n_gone)}"
     n_cells = len(llm.kv_cells())
     if isinstance(budget, float):
         cells = f"{n_cells:,} cells (budget: {budget:.0%} of the prompt)"
     else:
         cells = f"{n_cells:,} of {budget:,} cells"
-    return f"{cells}, {dropped(n_tokens - n_cells, n_tokens)}"
+    return f"{cells}, {dropped(n_tokens - n_cells, n_tokens, n_gone)}"
 
 
-def dropped(n_dropped: int, n_tokens: int) -> str:
+def dropped(n_dropped: int, n_tokens: int, n_gone: int = 0) -> str:
     """How much the model no longer sees."""
-    if not n_dropped:
-        return "nothing dropped"
-    return f"{n_dropped:,} of {n_tokens:,} tokens dropped"
+    parts = [f"the first {n_gone} messages"] if n_gone else []
+    if n_dropped:
+        parts.append(f"{n_dropped:,} of {n_tokens:,} tokens")
+    return f"{' and '.join(parts) or 'nothing'} dropped"
 
 
 def spans(llm: Llama, tokens: Sequence[int]) -> Iterator[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyinertia.cli.group import say
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
-from pyinertia.errors import CommandError, ModelError
+from pyinertia.errors import CommandError, ModelError, PolicyError
 from pyinertia.eval.settings import KV_TYPES
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ def open_model(
         try:
             llm = Llama(
                 path,
-                kv_policy=policy,
+                **kv.keywords(),
                 n_ctx=context.ctx_size,
                 seed=seed(sampling),
                 verbose=model.verbose,
                 **keywords(model, context),
             )
+        except PolicyError as error:
+            raise CommandError(in_flags(error)) from error
         except ValueError as error:
             if "create llama_context" not in str(error):
                 raise
@@ -84,6 +87,12 @@ def open_model(
             "was trained for; beyond those it may talk nonsense"
         )
     return llm
+
+
+def in_flags(error: PolicyError) -> str:
+    """What the library says about a policy, in the words of the command line."""
+    text = str(error).replace("Use kv_policy=None", "Use --kv-policy full")
+    return re.sub(r"kv_policy='([\w-]+)'", r"--kv-policy \1", text)
 
 
 @contextmanager

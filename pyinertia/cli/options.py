@@ -195,6 +195,15 @@ class SamplingOptions:
             rich_help_panel="Sampling",
         ),
     ] = 0.05
+    repeat_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repeat-penalty",
+            min=0,
+            help="Above 1 makes what was said less likely, 1 is off.",
+            rich_help_panel="Sampling",
+        ),
+    ] = 1.0
     seed: Annotated[
         int,
         typer.Option(
@@ -266,9 +275,19 @@ class KVOptions:
                     msg = f"--kv-policy {self.kv_policy} drops nothing, so leave {flag} out"
                     raise CommandError(msg)
             return plain
+        return resolve_policy(**self.keywords())
+
+    def keywords(self) -> dict[str, Any]:
+        """The options as keywords of `Llama`."""
+        if not resolve_policy(self.kv_policy).evicts:
+            return {"kv_policy": self.kv_policy}
         budget = _budget(self.kv_budget)
-        prefill = self.kv_prefill or ("full" if isinstance(budget, float) else "bounded")
-        return resolve_policy(self.kv_policy, budget, self.kv_refresh, prefill)
+        return {
+            "kv_policy": self.kv_policy,
+            "kv_budget": budget,
+            "kv_refresh": self.kv_refresh,
+            "kv_prefill": self.kv_prefill or ("full" if isinstance(budget, float) else "bounded"),
+        }
 
 
 def _budget(text: str | None) -> int | float | None:

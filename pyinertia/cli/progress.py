@@ -64,7 +64,7 @@ class Meter:
         self.n_failed += 1
         self._seen += n_bytes
         if self._bar:
-            self._bar.console.print(f"failed: {name}: {error}", markup=False, highlight=False)
+            self._bar.console.print(f"failed: {name}: {error}", markup=False, soft_wrap=True)
             self._show()
         else:
             say(f"failed: {name}: {error}")

@@ -10,6 +10,7 @@ import typer
 
 from pyinertia.cli.group import say
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
+from pyinertia.documents import DocumentError, read
 from pyinertia.errors import CommandError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ System = Annotated[
 
 def main(
     text: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.", show_default=False)
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)
     ] = None,
     prompt: Annotated[
         str | None,
@@ -50,7 +51,7 @@ def main(
             "-f",
             "--file",
             metavar="FILE",
-            help="Read the prompt from a text file, - for stdin.",
+            help="Read the prompt from a file: text, HTML or PDF; - for stdin.",
             rich_help_panel="Prompt",
         ),
     ] = None,
@@ -65,7 +66,12 @@ def main(
     ] = True,
     quiet: Annotated[
         bool,
-        typer.Option("-q", "--quiet", help="Nothing on stderr.", rich_help_panel="Help"),
+        typer.Option(
+            "-q",
+            "--quiet",
+            help="No line about speed and what was dropped.",
+            rich_help_panel="Help",
+        ),
     ] = False,
     *,
     model: ModelOptions,
@@ -158,6 +164,12 @@ def read_prompt(text: str | None, file: Path | None) -> tuple[str, str]:
 
 
 def _file_text(file: Path | None) -> str:
+    if file is not None and file.suffix.lower() in (".html", ".htm", ".pdf"):
+        (found,) = read(str(file))
+        if isinstance(found, DocumentError):
+            msg = f"{file}: {found}"
+            raise CommandError(msg)
+        return found.text
     stdin = file is None or str(file) == "-"
     data = sys.stdin.buffer.read() if stdin or file is None else file.read_bytes()
     try:

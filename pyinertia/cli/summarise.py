@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,23 +14,23 @@ import typer
 from pyinertia.cli import sinks
 from pyinertia.cli.group import INTERRUPTED, say
 from pyinertia.cli.journal import Journal
-from pyinertia.cli.models import keywords, model_path, warnings_as_notes
+from pyinertia.cli.models import in_flags, keywords, model_path, warnings_as_notes
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
 from pyinertia.cli.pile import Pile
 from pyinertia.cli.progress import Meter
 from pyinertia.documents import STDIN, find, suffixes
-from pyinertia.errors import CommandError, PyInertiaError
+from pyinertia.errors import CommandError, PolicyError, PyInertiaError
 
 if TYPE_CHECKING:
     from pyinertia.batch import Summary
 
-DEFAULTS = {"n_predict": 256, "temp": 0.2, "seed": 0}
+DEFAULTS = {"n_predict": 256, "temp": 0.2, "seed": 0, "repeat_penalty": 1.1}
 
 HELP = (
     "Summarise documents, many at a time: files, folders, globs, - for stdin."
     "\n\n"
     f"Read are {suffixes()} (a document per line); other files that are named are read as text. "
-    "PDF needs pip install 'pyinertia\\[documents]'. A document that is longer than the model's "
+    "PDF and HTML need pip install 'pyinertia\\[documents]'. A document longer than the model's "
     "positions is read in parts."
     "\n\n"
     "With -o a run can be stopped at any time, even killed: the same command goes on where it was, "
@@ -63,6 +62,7 @@ FLAGS = {
     "top_k": "--top-k",
     "top_p": "--top-p",
     "min_p": "--min-p",
+    "repeat_penalty": "--repeat-penalty",
     "seed": "--seed",
 }
 
@@ -71,7 +71,7 @@ def main(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="DOCUMENTS...",
+            metavar="DOCUMENTS",
             help="Files, folders, globs, or - for stdin.",
             show_default=False,
         ),
@@ -266,6 +266,7 @@ def _summarise(
     if not model.verbose:
         native_log.silence()
     policy = kv.policy()
+    budget = None if kv.kv_budget is None else int(policy.n_budget)
     try:
         with closing(  # type: ignore[type-var]
             summarise(
@@ -274,19 +275,24 @@ def _summarise(
                 instruction=INSTRUCTION if instruction is None else instruction,
                 n_part=part,
                 n_parallel=parallel,
-                kv_policy=replace(policy, prefill="full"),
+                kv_policy=kv.kv_policy,
+                kv_budget=budget,
+                kv_refresh=kv.kv_refresh,
                 n_ctx=context.ctx_size,
                 max_tokens=sampling.n_predict,
                 temperature=sampling.temp,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
+                repeat_penalty=sampling.repeat_penalty,
                 seed=sampling.seed,
                 verbose=model.verbose,
                 **keywords(model, context),
             )
         ) as summaries:
             yield from summaries
+    except PolicyError as error:
+        raise CommandError(in_flags(error)) from error
     except PyInertiaError:
         raise
     except ValueError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from html.parser import HTMLParser
 
 from pyinertia.documents import plain
 from pyinertia.documents.document import DocumentError
@@ -26,11 +26,17 @@ def text(data: bytes, encoding: str) -> str:
     """Return the title and the visible text; the page's own encoding wins over the given one.
 
     Raises:
-        DocumentError: It is binary, in another encoding, or there is no text.
+        DocumentError: lxml is not installed, it is binary, in another encoding, or has no text.
     """
+    try:
+        from lxml import etree
+    except ImportError as error:
+        msg = "HTML needs lxml; pip install 'pyinertia[documents]'"
+        raise DocumentError(msg) from error
     page = _Page()
-    page.feed(_decoded(data, encoding))
-    page.close()
+    parser = etree.HTMLParser(target=page, encoding="utf-8", huge_tree=True)
+    with suppress(etree.XMLSyntaxError):  # there is not even a tag; the text is empty then
+        etree.fromstring(_decoded(data, encoding).encode(), parser)
     lines = (" ".join(line.split()) for line in "".join(page.seen).split(BREAK))
     body = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
     if not body:
@@ -59,17 +65,16 @@ def _decoded(data: bytes, encoding: str) -> str:
     return page
 
 
-class _Page(HTMLParser):
-    """Collects text; a stream, so that no nesting is too deep."""
+class _Page:
+    """Collects text as the parser meets it; no tree, so that no nesting is too deep."""
 
     def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
         self.seen: list[str] = []
         self.title: list[str] = []
         self._in_title = False
         self._hidden: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         if tag == "body":  # whatever was left open before
             self._hidden.clear()
         if tag == "title" and "svg" not in self._hidden:
@@ -81,7 +86,7 @@ class _Page(HTMLParser):
         elif tag in BLOCKS:
             self.seen.append(BREAK * 2)
 
-    def handle_endtag(self, tag: str) -> None:
+    def end(self, tag: str) -> None:
         if tag == "title":
             self._in_title = False
         elif tag in self._hidden:
@@ -90,8 +95,11 @@ class _Page(HTMLParser):
         elif tag in BLOCKS:
             self.seen.append(BREAK * 2)
 
-    def handle_data(self, data: str) -> None:
+    def data(self, text: str) -> None:
         if self._in_title:
-            self.title.append(data)
+            self.title.append(text)
         elif not self._hidden:
-            self.seen.append(data)
+            self.seen.append(text)
+
+    def close(self) -> None:
+        """What the parser calls last."""

@@ -47,6 +47,7 @@ class Recording:
         budget: Most cells that stay, or a share of the prompt; None if nothing leaves.
         n_sink: First positions, which never leave.
         n_recent: Newest positions, which never leave.
+        protected: Half-open ranges of positions that never leave: those of a system prompt, say.
         prefill: "full" or "bounded".
         tokens: All that the model has read; the answer begins at n_prompt.
         pieces: The same as text, a piece for one token or several.
@@ -61,6 +62,7 @@ class Recording:
     budget: int | float | None
     n_sink: int
     n_recent: int
+    protected: Sequence[tuple[int, int]]
     prefill: str
     n_prompt: int
     tokens: Sequence[int]
@@ -184,6 +186,7 @@ def record(
         budget=kept.n_budget if kept.evicts else None,
         n_sink=kept.n_sink,
         n_recent=kept.n_recent,
+        protected=list(llm._kv_ranges),
         prefill=kept.prefill,
         n_prompt=len(prompt),
         tokens=tokens,

@@ -40,9 +40,11 @@ def settings(recording: Recording) -> str:
         if recording.prefill == "bounded"
         else "from the second token of the answer on"
     )
+    stays = [f"the first {recording.n_sink} tokens"]
+    stays += [f"positions {p0:,} to {p1 - 1:,} (protected)" for p0, p1 in recording.protected]
     return (
         f"{recording.model} with the policy {policy} and a budget of {cells}. Cells leave {when}; "
-        f"the first {recording.n_sink} tokens and the newest {recording.n_recent} always stay."
+        f"{', '.join(stays)} and the newest {recording.n_recent} always stay."
     )
 
 
@@ -52,7 +54,7 @@ def run(recording: Recording) -> str:
     speed = n_answer / recording.steps[-1].t_decode if recording.steps[-1].t_decode else 0.0
     ends = {
         "stop": "The model ended its answer.",
-        "length": "The answer was cut off at -n.",
+        "length": "The answer was cut off there (-n).",
         "context": "The answer ended where no position was left.",
         "interrupted": "The run was interrupted.",
     }
