@@ -96,6 +96,21 @@ def test_the_end_is_shown_first(browser, cells):
     assert browser.find_element(By.ID, "number").text == f"{N_PREDICT} of {N_PREDICT}"
 
 
+def test_shades_follow_the_scores(browser, cells):
+    """Higher scores never have weaker shades, and all shades are in use."""
+    last = dict(zip(cells[-1]["pos"].tolist(), cells[-1]["score"].tolist(), strict=True))
+    found = [
+        (last[start], int(classes[1]))
+        for start, n, classes in browser.execute_script(
+            "return pieces.map((p) => [p.start, p.n, p.span.className])"
+        )
+        if n == 1 and start in last
+    ]
+    shades = [shade for _, shade in sorted(found)]
+    assert shades == sorted(shades)
+    assert {*shades} >= {*range(1, 8)}
+
+
 def test_keys_move_over_the_steps(browser, cells):
     slider = browser.find_element(By.ID, "step")
     for key, step in (
@@ -111,6 +126,7 @@ def test_keys_move_over_the_steps(browser, cells):
         n_tokens = int(cells[step]["pos"][-1]) + 1
         assert f"{len(cells[step]):,} are in the cache" in state(browser)
         assert f"{n_tokens:,} tokens" in state(browser)
+        assert ("No token has a score yet" in state(browser)) == (step == 0)
 
 
 def test_the_text_is_the_prompt_and_does_not_run(browser):

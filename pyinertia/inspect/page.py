@@ -9,6 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pyinertia.inspect import words
 from pyinertia.inspect.recording import Recording
 from pyinertia.inspect.scale import scale
@@ -42,7 +44,7 @@ def data(recording: Recording) -> dict[str, Any]:
         "scored": [bool(step.cells["score"].any()) for step in recording.steps],
         "states": [words.state(step) for step in recording.steps],
         "scores": base64.b64encode(scores).decode(),
-        "scale": scaled._asdict(),
+        "scale": {**scaled._asdict(), "top": scaled.top},
     }
 
 
@@ -61,7 +63,7 @@ def html(recording: Recording) -> str:
     found = data(recording)
     # inside a script element only this can end it
     embedded = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    low, high = (f"{float(f'{value:.2g}'):g}" for value in scale(recording)[:2])
+    low, strong = (_number(found["scale"][key]) for key in ("low", "strong"))
     kind = "logarithmic" if found["scale"]["log"] else "even"
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined
@@ -76,10 +78,10 @@ def html(recording: Recording) -> str:
         n_steps=len(recording.steps),
         n_levels=N_LEVELS,
         low=low,
-        high=high,
+        high=f"{strong} or more",
         scale_name=f"score ({kind} scale)",
         has_parts=bool(found["counts"]),
-        scale_label=f"Shades from light to strong are scores from {low} to {high}",
+        scale_label=f"Shades from light to strong are scores from {low} to {strong}",
         passages=words.passages(recording),
         rows=[
             (
@@ -92,6 +94,10 @@ def html(recording: Recording) -> str:
             for step, speed in zip(recording.steps, recording.speeds(), strict=True)
         ],
     )
+
+
+def _number(value: float) -> str:
+    return np.format_float_positional(float(f"{value:.2g}"), trim="-")
 
 
 def _digest(text: str) -> str:

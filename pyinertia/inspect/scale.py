@@ -20,11 +20,24 @@ class Scale(NamedTuple):
         low: The score that all but the smallest hundredth have.
         high: The highest score.
         log: Whether the logarithm of the score is what is evenly divided.
+        strong: The score that only a hundredth exceeds: from it on shades are the strongest, else
+            a few sinks would leave no shades for all the others.
     """
 
     low: float
     high: float
     log: bool
+    strong: float
+
+    @property
+    def top(self) -> int:
+        """The byte of `strong`."""
+        return int(self.bytes(np.array([self.strong], np.float32))[0])
+
+    def levels(self, scores: npt.NDArray[np.float32], n_levels: int) -> npt.NDArray[np.intp]:
+        """The shade of each score, [n] float32, from 0 to n_levels - 1: [n] intp."""
+        of_bytes = self.bytes(scores).astype(np.intp) * n_levels // (self.top + 1)
+        return np.minimum(of_bytes, n_levels - 1)
 
     def bytes(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
         """Quantise scores, [n] float32, to [n] uint8."""
@@ -41,6 +54,7 @@ def scale(recording: Recording) -> Scale:
     every = np.concatenate([step.cells["score"] for step in recording.steps])
     positive = every[np.isfinite(every) & (every > 0)].astype(np.float64)
     if not positive.size:
-        return Scale(0.0, 1.0, False)
-    low, high = float(np.quantile(positive, 0.01)), float(positive.max())
-    return Scale(low, high, high > LOG_SPAN * float(np.median(positive)))
+        return Scale(0.0, 1.0, False, 1.0)
+    low, median, strong = (float(q) for q in np.quantile(positive, (0.01, 0.5, 0.99)))
+    high = float(positive.max())
+    return Scale(low, high, high > LOG_SPAN * median, strong)

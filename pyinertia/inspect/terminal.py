@@ -49,12 +49,12 @@ def show(recording: Recording, console: Console) -> None:
 def _body(recording: Recording, answer: bool, coloured: bool) -> Text:
     last = recording.steps[-1].cells
     levels = np.full(len(recording.tokens), -1)
-    levels[last["pos"]] = scale(recording).bytes(last["score"])
+    levels[last["pos"]] = scale(recording).levels(last["score"], len(SHADES))
     body = Text()
     here = [p for p in recording.pieces if (p.start >= recording.n_prompt) == answer]
     # a piece of several tokens is there as long as one of them is
     best = [int(levels[p.start : p.start + p.n_tokens].max()) for p in here]
-    styles = [GONE if level < 0 else SHADES[level * len(SHADES) // 256] for level in best]
+    styles = [GONE if level < 0 else SHADES[level] for level in best]
     for style, run in groupby(zip(styles, here, strict=True), lambda pair: pair[0]):
         text = "".join(piece.text for _, piece in run)
         if coloured:

@@ -7,7 +7,8 @@ const scores = Uint8Array.from(atob(data.scores), (c) => c.charCodeAt(0));
 const lastStep = data.n_tokens.length - 1;
 const nTokens = data.n_tokens[lastStep];
 const N_LEVELS = 8;
-const UNSCORED = "No token has a score yet.";
+// said of the first steps only; some policies never score
+const UNSCORED = data.scored.includes(true) ? " No token has a score yet." : "";
 
 // one byte per resident cell and step, steps after each other
 const offsets = [0];
@@ -16,6 +17,10 @@ for (const n of data.n_cells) offsets.push(offsets[offsets.length - 1] + n);
 const number = (n) => n.toLocaleString("en");
 const isKept = (pos, step) =>
   pos < data.n_tokens[step] && (data.lost[pos] < 0 || data.lost[pos] > step);
+
+// as Scale.levels in pyinertia/inspect/scale.py
+const level = (byte) =>
+  Math.min(N_LEVELS - 1, Math.floor((byte * N_LEVELS) / (data.scale.top + 1)));
 
 function scoreText(byte) {
   const { low, high, log } = data.scale;
@@ -61,7 +66,7 @@ function show(next) {
     if (isKept(pos, step)) bytes[pos] = scores[cell++];
   for (const piece of pieces) {
     const { kept, byte } = fate(piece);
-    let shown = "k" + Math.min(N_LEVELS - 1, (byte * N_LEVELS) >> 8);
+    let shown = "k" + level(byte);
     if (piece.start >= data.n_tokens[step]) shown = "f";
     else if (!kept) shown = "x";
     else if (kept < piece.n) shown += " part";
@@ -72,7 +77,7 @@ function show(next) {
   if (current >= 0) point(current);
   at("number").value = `${number(data.n_decoded[step])} of ${number(data.n_decoded[lastStep])}`;
   at("step").setAttribute("aria-valuetext", at("number").value);
-  at("state").textContent = data.states[step];
+  at("state").textContent = data.states[step] + (data.scored[step] ? "" : UNSCORED);
   for (const line of document.querySelectorAll(".now")) {
     line.setAttribute("x1", x(data.n_decoded[step]));
     line.setAttribute("x2", x(data.n_decoded[step]));
@@ -106,7 +111,7 @@ function point(i) {
   } else {
     what += kept < piece.n ? `${kept} of ${piece.n} tokens in the cache` : "in the cache";
     const scored = data.scored[step];
-    what += scored ? `, score ${scoreText(byte)}.` : `. ${UNSCORED}`;
+    what += scored ? `, score ${scoreText(byte)}.` : `.${UNSCORED}`;
   }
   piece.span.classList.add("at");
   at("readout").hidden = false;
