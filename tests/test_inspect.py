@@ -130,6 +130,23 @@ def test_ctrl_c_keeps_what_was_recorded(tiny):
     assert "interrupted" in page.html(found)
 
 
+def test_ctrl_c_still_writes_the_page(tiny, folder, prompt, monkeypatch):
+    looks = iter(range(6))
+
+    def interrupted(llm):
+        if next(looks) == 5:
+            raise KeyboardInterrupt
+        return llm.kv_cells()
+
+    monkeypatch.setattr(recording, "_cells", interrupted)
+    done = invoke(prompt, "-m", tiny, *RUN, "--html", folder / "part.html", code=130)
+    assert done.stderr.endswith(f"\nwrote {folder / 'part.html'}\n")
+    found = Page(folder / "part.html")
+    assert found.data["n_decoded"] == [0, 1, 2, 3, 4]
+    assert len(found.data["lost"]) == found.data["n_prompt"] + 4
+    assert "The run was interrupted." in found.text
+
+
 def test_the_answer_ends_with_the_context(tiny):
     llm = load(tiny, n_ctx=256)
     tokens = llm.tokenize(b"x" * 200)

@@ -73,8 +73,8 @@ def state(browser) -> str:
     return browser.find_element(By.ID, "state").text
 
 
-def kept(browser) -> dict[int, bool]:
-    """What the page shows, by the position that a piece begins at; a piece is as large as asked."""
+def kept(browser) -> dict[int, tuple[int, bool]]:
+    """Tokens of a piece, and whether it is shown as kept, by the position that it begins at."""
     return {
         start: (n, "x" not in classes.split() and "f" not in classes.split())
         for start, n, classes in browser.execute_script(
@@ -129,6 +129,25 @@ def test_keys_move_over_the_steps(browser, cells):
         assert ("No token has a score yet" in state(browser)) == (step == 0)
 
 
+def test_a_character_that_is_not_all_read_is_not_partly_dropped(browser):
+    """Tokens of the answer that come later are not missing yet."""
+    for step in range(N_PREDICT + 1):
+        wrong = browser.execute_script(
+            """
+            show(arguments[0]);
+            return pieces.filter((p) => {
+              const read = [];
+              for (let pos = p.start; pos < p.start + p.n; pos++)
+                if (pos < data.n_tokens[step]) read.push(isKept(pos, step));
+              const isPart = read.includes(true) && read.includes(false);
+              return isPart !== p.span.classList.contains("part");
+            }).length;
+            """,
+            step,
+        )
+        assert wrong == 0
+
+
 def test_the_text_is_the_prompt_and_does_not_run(browser):
     text = browser.execute_script("return document.getElementById('prompt').textContent")
     assert text == "<s>" + (ODD * 2).removesuffix("\n").translate(SHOWN)
@@ -171,11 +190,19 @@ def test_tokens_can_be_read_with_keys(browser, cells):
         text.send_keys(Keys.ARROW_RIGHT)
     readout = browser.find_element(By.ID, "readout")
     assert readout.text.startswith('Position 1, "T": in the cache, score ')
-    gone = next(i for i, (_, shown) in enumerate(kept(browser).values()) if not shown)
-    browser.execute_script(f"point({gone})")
-    start = [*kept(browser)][gone]
-    lost = next(i for i, c in enumerate(cells) if start <= c["pos"][-1] and start not in c["pos"])
-    assert readout.text.endswith(f"dropped, gone at decode step {lost}.")
+    lost_at: dict[int, int] = {}  # position -> the first step that lacks it
+    for step, resident in enumerate(cells):
+        gone = np.setdiff1d(np.arange(resident["pos"][-1]), resident["pos"])
+        lost_at |= {pos: step for pos in gone.tolist() if pos not in lost_at}
+    single = [start for start, (n, _) in kept(browser).items() if n == 1 and start in lost_at]
+    early = next(pos for pos in single if lost_at[pos] == 0)
+    late = next(pos for pos in single if lost_at[pos] > 2)
+    for pos, says in (
+        (early, "dropped while the prompt was read."),
+        (late, f"dropped by decode step {lost_at[late]}."),
+    ):
+        browser.execute_script(f"point(pieces.findIndex((p) => p.start === {pos}))")
+        assert readout.text.endswith(says)
 
 
 def test_everything_that_acts_has_a_name(browser):

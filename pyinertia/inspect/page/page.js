@@ -65,11 +65,11 @@ function show(next) {
   for (let pos = 0; pos < data.n_tokens[step]; pos++)
     if (isKept(pos, step)) bytes[pos] = scores[cell++];
   for (const piece of pieces) {
-    const { kept, byte } = fate(piece);
+    const { kept, read, byte } = fate(piece);
     let shown = "k" + level(byte);
-    if (piece.start >= data.n_tokens[step]) shown = "f";
+    if (!read) shown = "f";
     else if (!kept) shown = "x";
-    else if (kept < piece.n) shown += " part";
+    else if (kept < read) shown += " part";
     if (shown === piece.shown) continue;
     piece.shown = shown;
     piece.span.className = shown + piece.fixed;
@@ -85,31 +85,35 @@ function show(next) {
   drawShares();
 }
 
+// how many of a piece's tokens were read, how many are kept, the highest score of those, and the
+// step that had lost the last of the others
 function fate(piece) {
+  const read = Math.min(Math.max(data.n_tokens[step] - piece.start, 0), piece.n);
   let kept = 0;
   let byte = 0;
-  for (let pos = piece.start; pos < piece.start + piece.n; pos++) {
-    if (!isKept(pos, step)) continue;
-    kept++;
-    byte = Math.max(byte, bytes[pos]);
+  let lost = -1;
+  for (let pos = piece.start; pos < piece.start + read; pos++) {
+    if (isKept(pos, step)) {
+      kept++;
+      byte = Math.max(byte, bytes[pos]);
+    } else lost = Math.max(lost, data.lost[pos]);
   }
-  return { kept, byte };
+  return { read, kept, byte, lost };
 }
 
 function point(i) {
   if (current >= 0) pieces[current].span.classList.remove("at");
   current = i;
   const piece = pieces[i];
-  const { kept, byte } = fate(piece);
+  const { read, kept, byte, lost } = fate(piece);
   const end = piece.start + piece.n - 1;
   let what = `Position ${number(piece.start)}${piece.n > 1 ? ` to ${number(end)}` : ""}, `;
   what += `${JSON.stringify(piece.text)}: `;
-  if (piece.start >= data.n_tokens[step]) what += "not there yet.";
-  else if (!kept) {
-    const lost = Math.max(...data.lost.slice(piece.start, end + 1));
-    what += `dropped, gone at decode step ${number(data.n_decoded[lost])}.`;
-  } else {
-    what += kept < piece.n ? `${kept} of ${piece.n} tokens in the cache` : "in the cache";
+  if (!read) what += "not there yet.";
+  else if (!kept && !lost) what += "dropped while the prompt was read.";
+  else if (!kept) what += `dropped by decode step ${number(data.n_decoded[lost])}.`;
+  else {
+    what += kept < read ? `${kept} of ${read} tokens in the cache` : "in the cache";
     const scored = data.scored[step];
     what += scored ? `, score ${scoreText(byte)}.` : `.${UNSCORED}`;
   }
