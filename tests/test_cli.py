@@ -83,13 +83,13 @@ def test_commands_have_the_same_shared_options():
     names = {field.name for group in GROUPS for field in fields(group)}
     shared = [
         {p.name: (p.opts, p.help) for p in COMMANDS[name].params if p.name in names}
-        for name in ("run", "chat", "summarise")
+        for name in ("run", "chat", "summarise", "inspect")
     ]
     assert shared[0].keys() == names
-    assert shared[0] == shared[1] == shared[2]
+    assert all(others == shared[0] for others in shared)
 
 
-@pytest.mark.parametrize("name", ["run", "chat", "info", "summarise"])
+@pytest.mark.parametrize("name", ["run", "chat", "info", "summarise", "inspect"])
 def test_help_is_complete_and_in_panels(name):
     text = " ".join(invoke(name, "--help").output.split())
     assert ESCAPE not in text

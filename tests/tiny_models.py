@@ -21,9 +21,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_llama(path: Path, n_layer: int = N_LAYER, n_head: int = N_HEAD) -> Path:
+def write_llama(
+    path: Path, n_layer: int = N_LAYER, n_head: int = N_HEAD, eos: str = "</s>"
+) -> Path:
     """A plain decoder with grouped queries (llama)."""
-    writer = _writer(path, "llama", n_layer)
+    writer = _writer(path, "llama", n_layer, eos)
     return _finish(writer, path, _decoder(writer, n_layer, n_head))
 
 
@@ -152,7 +154,7 @@ def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
-def _writer(path: Path, architecture: str, n_layer: int) -> GGUFWriter:
+def _writer(path: Path, architecture: str, n_layer: int, eos: str = "</s>") -> GGUFWriter:
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(N_EMBD)
@@ -161,7 +163,7 @@ def _writer(path: Path, architecture: str, n_layer: int) -> GGUFWriter:
     writer.add_vocab_size(BOS + 2)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([*_byte_tokens(), "<s>", "</s>"])
+    writer.add_token_list([*_byte_tokens(), "<s>", eos])
     writer.add_token_types([TokenType.NORMAL] * 256 + [TokenType.CONTROL] * 2)
     writer.add_token_merges(["< s"])  # the key must exist; no token is called "<s" alone
     writer.add_bos_token_id(BOS)

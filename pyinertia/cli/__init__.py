@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pyinertia.cli import about, bench, chat, info, run, serve, summarise
+from pyinertia.cli import about, bench, chat, info, inspect, run, serve, summarise
 from pyinertia.cli.group import DEBUG, Group
 from pyinertia.cli.options import command
 from pyinertia.eval import cli as eval_cli
@@ -33,6 +33,13 @@ app.command("serve", help=serve.HELP, rich_help_panel=USE, context_settings=serv
     serve.main
 )
 command(app, "info", help=info.HELP, rich_help_panel=USE)(info.main)
+command(
+    app,
+    "inspect",
+    defaults=inspect.DEFAULTS,
+    help=inspect.HELP,
+    rich_help_panel=USE,
+)(inspect.main)
 app.command("bench", help=bench.HELP, rich_help_panel=MEASURE)(bench.main)
 app.add_typer(eval_cli.app, name="eval", rich_help_panel=MEASURE)
 

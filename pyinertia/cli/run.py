@@ -15,6 +15,7 @@ from pyinertia.errors import CommandError
 
 if TYPE_CHECKING:
     from pyinertia.cli.template import ChatTemplate
+    from pyinertia.llama import Llama
 
 HELP = (
     "Answer one prompt, token by token on stdout."
@@ -82,34 +83,15 @@ def main(
     if text is not None and prompt is not None:
         msg = "the prompt is there twice, as an argument and as -p; leave one out"
         raise CommandError(msg)
-    whole, question = _read(text if text is not None else prompt, file)
-    if system is not None and not chat:
-        msg = "--system needs the chat template; leave --no-chat out, or put it into the prompt"
-        raise CommandError(msg)
+    whole, question = read_prompt(text if text is not None else prompt, file)
+    check_system(system, chat)
     from pyinertia.cli import memory
     from pyinertia.cli.generation import Generation
     from pyinertia.cli.models import open_model
-    from pyinertia.cli.template import ChatTemplate, encode
 
     llm = open_model(model, context, kv, sampling)
     try:
-        template = ChatTemplate(llm) if chat and "tokenizer.chat_template" in llm.metadata else None
-        if template is None:
-            tokens = encode(llm, whole)
-            if system is not None:
-                msg = "the model has no chat template, so --system has no place; leave it out"
-                raise CommandError(msg)
-        else:
-            tokens = _in_chat(template, whole, system)
-            if system is not None:
-                memory.protect(llm, template.n_system(system))
-        if len(tokens) >= llm._n_ctx:
-            msg = (
-                f"the prompt has {len(tokens):,} tokens, with the answer it must fit "
-                f"{llm._n_ctx:,} positions; pass a larger -c, or let `pyinertia summarise` read it"
-            )
-            raise CommandError(msg)
-        memory.name_question(llm, question, len(tokens))
+        tokens = prompt_tokens(llm, whole, question, system, chat)
         answer = Generation(llm, tokens, sampling)
         for piece in answer:
             sys.stdout.write(piece)
@@ -124,7 +106,45 @@ def main(
         llm.close()
 
 
-def _read(text: str | None, file: Path | None) -> tuple[str, str]:
+def check_system(system: str | None, chat: bool) -> None:
+    """Refuse a system prompt that has no place."""
+    if system is not None and not chat:
+        msg = "--system needs the chat template; leave --no-chat out, or put it into the prompt"
+        raise CommandError(msg)
+
+
+def prompt_tokens(
+    llm: Llama, whole: str, question: str, system: str | None, chat: bool
+) -> list[int]:
+    """The prompt as tokens; its system prompt is protected, and what it asks is named.
+
+    Raises:
+        CommandError: It does not fit, or the system prompt has no place.
+    """
+    from pyinertia.cli import memory
+    from pyinertia.cli.template import ChatTemplate, encode
+
+    template = ChatTemplate(llm) if chat and "tokenizer.chat_template" in llm.metadata else None
+    if template is None:
+        tokens = encode(llm, whole)
+        if system is not None:
+            msg = "the model has no chat template, so --system has no place; leave it out"
+            raise CommandError(msg)
+    else:
+        tokens = _in_chat(template, whole, system)
+        if system is not None:
+            memory.protect(llm, template.n_system(system))
+    if len(tokens) >= llm._n_ctx:
+        msg = (
+            f"the prompt has {len(tokens):,} tokens, with the answer it must fit "
+            f"{llm._n_ctx:,} positions; pass a larger -c, or let `pyinertia summarise` read it"
+        )
+        raise CommandError(msg)
+    memory.name_question(llm, question, len(tokens))
+    return tokens
+
+
+def read_prompt(text: str | None, file: Path | None) -> tuple[str, str]:
     """The whole prompt, and the part of it that asks.
 
     Raises:
