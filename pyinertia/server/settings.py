@@ -12,7 +12,7 @@ from pyinertia.bench.machine import n_cpus
 from pyinertia.binding import llama_cpp as llama_cpp  # before llama_cpp.server looks for it
 from pyinertia.cli.options import KVOptions
 from pyinertia.errors import CommandError
-from pyinertia.eval.settings import KV_TYPES
+from pyinertia.kv_types import KV_TYPES
 from pyinertia.policy import KVPolicy
 
 import llama_cpp.server.settings as upstream  # isort: skip
