@@ -77,6 +77,8 @@ class _Answer:
         llm: Any = prepare_request_resources(body, models, body.model, wanted)
         llm.begin(turn)
         _check(llm, wanted)
+        if "logits_processor" in wanted:
+            wanted["logits_processor"] = _Processors(wanted["logits_processor"])
         if (wanted["max_tokens"] or 0) <= 0:
             # without an end of positions an answer needs one of its own
             wanted["max_tokens"] = llm.context_params.n_ctx if llm._kv_closes else None
@@ -178,6 +180,14 @@ class _Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._turn.cancelled = True
+
+
+class _Processors(llama_cpp.LogitsProcessorList):
+    """The parent takes what extend() returns for the list, and would lose all of them."""
+
+    def extend(self, more: Any) -> Any:
+        super().extend(more)
+        return self
 
 
 async def _gone(request: Request) -> None:
