@@ -238,6 +238,7 @@ def test_the_error_of_a_part_is_that_of_the_document(scripted):
     ("kwargs", "message"),
     [
         ({"instruction": " "}, "instruction=' ' must be a text"),
+        ({"n_part": 0.5}, "n_part=0.5 must be a whole number"),
         ({"n_part": 20}, "a part must have room for two summaries"),
         ({"max_tokens": 400}, "n_ctx=1024 has no room for an instruction"),
         ({"max_tokens": 0}, "max_tokens=0"),

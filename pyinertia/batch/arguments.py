@@ -42,13 +42,14 @@ def check_counts(n_parallel: int, n_ctx: int, max_tokens: int | None, seed: int)
     Raises:
         ValueError: One of them is not a whole number, or out of range.
     """
-    _count("n_parallel", n_parallel, 1, N_PARALLEL_MOST)
-    _count("n_ctx", n_ctx, 0)
-    _count("seed", seed, 0)
-    return MAX_COUNT if max_tokens is None else _count("max_tokens", max_tokens, 1)
+    check_count("n_parallel", n_parallel, 1, N_PARALLEL_MOST)
+    check_count("n_ctx", n_ctx, 0)
+    check_count("seed", seed, 0)
+    return MAX_COUNT if max_tokens is None else check_count("max_tokens", max_tokens, 1)
 
 
-def _count(name: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
+def check_count(name: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
+    """Return a whole number; ValueError if it is none, or out of range."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not least <= value <= most:
         msg = f"{name}={value!r} must be a whole number in [{least}, {most}]"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyinertia.batch.arguments import (
+    check_count,
     check_counts,
     check_items,
     check_policy,
@@ -131,7 +132,7 @@ def summarise(
     if not isinstance(instruction, str) or not instruction.strip():
         msg = f"instruction={instruction!r} must be a text that is not empty"
         raise ValueError(msg)
-    if n_part is not None and n_part < 2 * n_most:
+    if n_part is not None and check_count("n_part", n_part, 1) < 2 * n_most:
         msg = (
             f"max_tokens={max_tokens}, n_part={n_part}: a part must have room for two summaries; "
             "pass a smaller max_tokens, or a larger n_part"
