@@ -314,7 +314,7 @@ class Recorder(Llama):
 
 def test_a_real_chat_appends_and_agrees_with_a_cold_run(smollm2):
     """The model's replies come back as text, and the cold run replays tokens and evictions."""
-    kwargs = {"n_ctx": 2048, "n_batch": 128, "n_threads": 2, "n_threads_batch": 2}
+    kwargs = {"n_ctx": 2048, "n_batch": 128, "n_threads": 1, "n_threads_batch": 1}
     kwargs |= {"flash_attn": True, "verbose": False}
     llm = Recorder(str(smollm2), kv_policy="inertiakv", kv_budget=96, **kwargs)
     messages = [{"role": "system", "content": "You are a friendly guide to the sea."}]
