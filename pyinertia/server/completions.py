@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -93,8 +93,8 @@ class _Answer:
         finally:
             self._metrics.count(llm, turn)
 
-    def _stream(self, pieces: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        """Pass the pieces on; return the one that tells the usage, {} if it is not wanted."""
+    def _stream(self, pieces: Any) -> dict[str, Any]:
+        """Pass a generator's pieces on; return the one that tells the usage, {} if it is not wanted."""
         options, piece = self._body.stream_options, {}
         tells_usage = options is not None and options.include_usage
         for piece in pieces:
@@ -102,6 +102,7 @@ class _Answer:
                 piece["usage"] = None
             self._loop.call_soon_threadsafe(self._put, piece)
             if self._settings.interrupt_requests and self._queue.n_waiting:
+                pieces.close()
                 break
         turn = self._turn
         n_prompt, n_completion = turn.n_prompt, turn.n_completion
