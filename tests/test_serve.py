@@ -152,11 +152,8 @@ def test_a_stream_says_what_a_whole_answer_says(client):
 
 def test_completions_of_text_and_of_tokens(client, tiny):
     text = client.completions.create(model="tiny", prompt="ab", max_tokens=8, temperature=0)
-    tokens = [tiny_models.BOS, ord("a") - 33, ord("b") - 33]
+    tokens = [tiny_models.BOS, *b"ab"]
     assert text.usage.prompt_tokens == len(tokens)
-    llm = Llama(tiny, verbose=False, n_ctx=64, n_threads=1, n_threads_batch=1)
-    tokens = llm.tokenize(b"ab")
-    llm.close()
     for prompt in (tokens, [tokens], ["ab"]):
         same = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
         assert same.choices[0].text == text.choices[0].text
@@ -202,6 +199,16 @@ def test_an_answer_without_max_tokens_ends(client):
     assert answer.usage.completion_tokens <= N_CTX
     newer = ask(client, "Go on.", max_tokens=None, max_completion_tokens=3)
     assert newer.usage.completion_tokens == 3
+
+
+def test_min_tokens_and_logit_bias_go_together(client):
+    # without min_tokens </s> is the first token, without the bias others come
+    bias = {str(tiny_models.EOS): 1000, str(ord("b")): 500}
+    body = {"min_tokens": 5, "grammar": LETTERS}
+    answer = ask(client, "Hi.", logit_bias=bias, extra_body=body)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].message.content == "bbbbb"
 
 
 # many clients
@@ -296,6 +303,8 @@ def test_bad_fields_are_refused_and_the_next_request_works(client, address):
     assert "logits_all" in refused(400, None, text, model="tiny", prompt="a", logprobs=1)
     grammar = {"grammar": "root ::= nowhere"}
     refused(400, None, text, model="tiny", prompt="a", extra_body=grammar)
+    embed = client.embeddings.create
+    assert "embedding=True" in refused(400, None, embed, model="tiny", input="a")
     headers = {"Authorization": f"Bearer {KEY}"}
     for body in (b"{", b"", b"5", b"[]", b"\xff", b'{"prompt": "\\ud800"}'):
         for path in ("/v1/completions", "/v1/chat/completions", "/extras/tokenize"):

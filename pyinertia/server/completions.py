@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -77,6 +77,8 @@ class _Answer:
         llm: Any = prepare_request_resources(body, models, body.model, wanted)
         llm.begin(turn)
         _check(llm, wanted)
+        if "logits_processor" in wanted:
+            wanted["logits_processor"] = _Processors(wanted["logits_processor"])
         if (wanted["max_tokens"] or 0) <= 0:
             # without an end of positions an answer needs one of its own
             wanted["max_tokens"] = llm.context_params.n_ctx if llm._kv_closes else None
@@ -91,8 +93,8 @@ class _Answer:
         finally:
             self._metrics.count(llm, turn)
 
-    def _stream(self, pieces: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        """Pass the pieces on; return the one that tells the usage, {} if it is not wanted."""
+    def _stream(self, pieces: Any) -> dict[str, Any]:
+        """Pass a generator's pieces on; return the one that tells the usage, {} if it is not wanted."""
         options, piece = self._body.stream_options, {}
         tells_usage = options is not None and options.include_usage
         for piece in pieces:
@@ -100,6 +102,7 @@ class _Answer:
                 piece["usage"] = None
             self._loop.call_soon_threadsafe(self._put, piece)
             if self._settings.interrupt_requests and self._queue.n_waiting:
+                pieces.close()
                 break
         turn = self._turn
         n_prompt, n_completion = turn.n_prompt, turn.n_completion
@@ -178,6 +181,14 @@ class _Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._turn.cancelled = True
+
+
+class _Processors(llama_cpp.LogitsProcessorList):
+    """The parent takes what extend() returns for the list, and would lose all of them."""
+
+    def extend(self, more: Any) -> Any:
+        super().extend(more)
+        return self
 
 
 async def _gone(request: Request) -> None:

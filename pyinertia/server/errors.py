@@ -29,7 +29,7 @@ def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
         status, text = 503, "the server is stopping"
     elif isinstance(error, (ModelError, CommandError)):
         pass  # a model that the server is to load, not what the client sent
-    elif isinstance(error, (ValueError, TemplateError)):
+    elif isinstance(error, (ValueError, TemplateError)) or "embedding=True" in text:
         status = 400
         code = "context_length_exceeded" if TOO_LONG.search(text) else None
     kind = "invalid_request_error" if status < 500 else "internal_server_error"

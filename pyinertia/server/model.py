@@ -43,6 +43,7 @@ class ServedLlama(Llama):
     def begin(self, turn: Turn) -> None:
         """What happens from here on belongs to this turn."""
         self.turn = turn
+        self._n_gone = self._n_kept_and_gone()[1]
 
     def generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any

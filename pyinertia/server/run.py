@@ -54,10 +54,11 @@ def serve(settings: ServerSettings, models: list[ModelSettings]) -> None:
                 "--host 127.0.0.1"
             )
         loaded = Models([*models])
+        queue = Queue(loaded)
         try:
-            verbose = any(model.verbose for model in models)
-            _run(settings, Queue(loaded), listener, verbose)
+            _run(settings, queue, listener, verbose=any(model.verbose for model in models))
         finally:
+            queue.close()
             loaded.free()  # type: ignore[no-untyped-call]
 
 

@@ -105,3 +105,8 @@ class Queue:
         self.stopping = True
         for turn in list(self._known.values()):
             turn.cancelled = True
+
+    def close(self) -> None:
+        """Wait until nobody uses the models."""
+        self.stop()
+        self._thread.shutdown()
