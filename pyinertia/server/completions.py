@@ -94,7 +94,7 @@ class _Answer:
             self._metrics.count(llm, turn)
 
     def _stream(self, pieces: Any) -> dict[str, Any]:
-        """Pass a generator's pieces on; return the one that tells the usage, {} if it is not wanted."""
+        """Pass a generator's pieces on; return the one with the usage, {} if it is not wanted."""
         options, piece = self._body.stream_options, {}
         tells_usage = options is not None and options.include_usage
         for piece in pieces:
