@@ -27,6 +27,7 @@ import pyinertia.server
 from pyinertia import Llama
 from pyinertia.binding import llama_cpp
 from pyinertia.cli import app
+from pyinertia.errors import CommandError
 from pyinertia.server import flags, run, settings  # noqa: F401
 from pyinertia.server.settings import ModelSettings, ServerSettings, upstream
 
@@ -447,6 +448,23 @@ def test_flags_have_the_names_of_llama_cpp_server_and_of_llama_cpp():
     _, (model,) = settings.read(given, None)
     assert (model.kv_budget, model.type_k, model.policy().prefill) == (0.25, 8, "full")
     assert model.n_threads >= 1
+
+
+def test_a_configuration_file_is_checked(tmp_path):
+    file = tmp_path / "models.yaml"
+    for text, reason in [
+        ("models: []", "models: List should have at least 1 item"),
+        ("models: [{model: a}, {model: a}]", "two models called a; give them a model_alias each"),
+        ("models: [{model: a, kv_budgt: 9}]", "models.0.kv_budgt: Extra inputs"),
+        ("- a", "must hold an object"),
+        ("models: [", "neither JSON nor YAML"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(CommandError, match=re.escape(reason)):
+            settings.read({}, str(file))
+    file.write_text("port: 9\nhost: '::1'\nmodels: [{model: a, kv_policy: h2o, kv_budget: 99}]")
+    server, (model,) = settings.read({"port": "7"}, str(file))
+    assert (server.port, server.host, model.policy().n_budget) == (7, "::1", 99)
 
 
 def test_help_lists_all_flags():
