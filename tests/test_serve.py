@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
+import bootstrap
 import httpx
 import openai
 import pytest
@@ -480,6 +482,16 @@ def test_a_missing_extra_is_named(monkeypatch):
     done = CliRunner().invoke(app, ["serve", "model.gguf"])
     assert done.exit_code == 2
     assert done.output == "error: serve needs uvicorn; pip install 'pyinertia[server]'\n"
+
+
+def test_the_extra_has_what_llama_cpp_server_asks_for():
+    def names(requirements: list[str]) -> set[str]:
+        return {re.match(r"[\w-]+", one)[0].lower() for one in requirements}
+
+    wanted = [r for r in metadata.requires("llama_cpp_python") if r.endswith('"server"')]
+    assert len(wanted) >= 6
+    server = names(bootstrap.requirements("server"))
+    assert names(wanted) < server <= names(bootstrap.requirements("test"))
 
 
 def test_an_open_server_warns(tiny):
