@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
+import bootstrap
 import httpx
 import openai
 import pytest
@@ -27,6 +29,7 @@ import pyinertia.server
 from pyinertia import Llama
 from pyinertia.binding import llama_cpp
 from pyinertia.cli import app
+from pyinertia.errors import CommandError
 from pyinertia.server import flags, run, settings  # noqa: F401
 from pyinertia.server.settings import ModelSettings, ServerSettings, upstream
 
@@ -449,6 +452,23 @@ def test_flags_have_the_names_of_llama_cpp_server_and_of_llama_cpp():
     assert model.n_threads >= 1
 
 
+def test_a_configuration_file_is_checked(tmp_path):
+    file = tmp_path / "models.yaml"
+    for text, reason in [
+        ("models: []", "models: List should have at least 1 item"),
+        ("models: [{model: a}, {model: a}]", "two models called a; give them a model_alias each"),
+        ("models: [{model: a, kv_budgt: 9}]", "models.0.kv_budgt: Extra inputs"),
+        ("- a", "must hold an object"),
+        ("models: [", "neither JSON nor YAML"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(CommandError, match=re.escape(reason)):
+            settings.read({}, str(file))
+    file.write_text("port: 9\nhost: '::1'\nmodels: [{model: a, kv_policy: h2o, kv_budget: 99}]")
+    server, (model,) = settings.read({"port": "7"}, str(file))
+    assert (server.port, server.host, model.policy().n_budget) == (7, "::1", 99)
+
+
 def test_help_lists_all_flags():
     text = CliRunner().invoke(app, ["serve", "--help"]).output
     for name in ("--kv-policy", "--kv-budget", "--kv-positions", "--api-key", "--n-ctx", "-ngl"):
@@ -462,6 +482,16 @@ def test_a_missing_extra_is_named(monkeypatch):
     done = CliRunner().invoke(app, ["serve", "model.gguf"])
     assert done.exit_code == 2
     assert done.output == "error: serve needs uvicorn; pip install 'pyinertia[server]'\n"
+
+
+def test_the_extra_has_what_llama_cpp_server_asks_for():
+    def names(requirements: list[str]) -> set[str]:
+        return {re.match(r"[\w-]+", one)[0].lower() for one in requirements}
+
+    wanted = [r for r in metadata.requires("llama_cpp_python") if r.endswith('"server"')]
+    assert len(wanted) >= 6
+    server = names(bootstrap.requirements("server"))
+    assert names(wanted) < server <= names(bootstrap.requirements("test"))
 
 
 def test_an_open_server_warns(tiny):

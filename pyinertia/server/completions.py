@@ -94,7 +94,7 @@ class _Answer:
             self._metrics.count(llm, turn)
 
     def _stream(self, pieces: Any) -> dict[str, Any]:
-        """Pass a generator's pieces on; return the one with the usage, {} if it is not wanted."""
+        """Pass a generator's pieces on; return what tells the usage, {} if nobody asked."""
         options, piece = self._body.stream_options, {}
         tells_usage = options is not None and options.include_usage
         for piece in pieces:
@@ -173,7 +173,9 @@ class _Events(EventSourceResponse):
     """A stream whose turn ends with it, however that is."""
 
     def __init__(self, turn: Turn, events: AsyncIterator[Any], silent: bool) -> None:
-        super().__init__(events, sep="\n", ping=0 if silent else None)
+        # sse-starlette knows how to stop its pings only lately; empty ones are none
+        ping: Any = bytes if silent else None
+        super().__init__(events, sep="\n", ping_message_factory=ping)
         self._turn = turn
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import signal
 import socket
 from contextlib import closing
@@ -65,6 +66,8 @@ def serve(settings: ServerSettings, models: list[ModelSettings]) -> None:
 def _run(settings: ServerSettings, queue: Queue, listener: socket.socket, verbose: bool) -> None:
     app = create_app(settings, queue)
     app.state.metrics.look(queue.models())
+    if not verbose:
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # a client that left is no news
     config = uvicorn.Config(
         app,
         log_level="info" if verbose else "warning",

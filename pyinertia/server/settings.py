@@ -122,6 +122,10 @@ def read(flags: dict[str, Any], config_file: str | None) -> tuple[ServerSettings
             msg = f"--config-file says all about the models; leave {listed} out"
             raise CommandError(msg)
         config = ConfigFile(**{**_parse(Path(config_file)), **of_server})
+        names = [model.model_alias or model.model for model in config.models]
+        if twice := {name for name in names if names.count(name) > 1}:
+            msg = f"{config_file} has two models called {min(twice)}; give them a model_alias each"
+            raise CommandError(msg)
         return config, config.models
     except ValidationError as error:
         raise CommandError(_reason(error, config_file)) from error
