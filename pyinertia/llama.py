@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pyinertia import _native, state
-from pyinertia.binding import BaseLlamaCache, llama_cpp
+from pyinertia.binding import BaseLlamaCache, LlamaTokenizer, llama_cpp
 from pyinertia.chat import Chats
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.loading import (
@@ -24,6 +24,7 @@ from pyinertia.loading import (
 )
 from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
 from pyinertia.reuse import KV_REUSES, Closed, n_in_place, n_reused
+from pyinertia.vocabulary import Tokenizer
 
 CELL_PAD = 256  # llama.cpp rounds a cache up to this
 KV_POSITIONS = ("keep", "compact")
@@ -114,6 +115,8 @@ class Llama(Chats):
             if reason := explain(error, path):
                 raise ModelError(reason) from error
             raise
+        if type(self.tokenizer_) is LlamaTokenizer:
+            self.tokenizer_ = Tokenizer(self)
         # the native context has other cells than positions, or is padded to 256
         self._n_positions = self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
         self._check_adapter()
@@ -299,7 +302,21 @@ class Llama(Chats):
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         # a grammar, penalties and the random numbers go on over a renumbering
         kept, self._kv_sampler = self._kv_sampler, None
+        if kept is None and (grammar := kwargs.get("grammar")) is not None:
+            self._check_grammar(grammar)
         return kept or super()._init_sampler(*args, **kwargs)
+
+    def _check_grammar(self, grammar: Any) -> None:
+        """Raise ValueError for a grammar that llama.cpp cannot read; sampling would crash."""
+        text, root = grammar._grammar.encode(), grammar._root.encode()
+        sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
+        if not sampler:
+            msg = (
+                "the grammar cannot be parsed; llama.cpp's grammars/README.md has the syntax, and "
+                "verbose=True shows what it says about this one"
+            )
+            raise ValueError(msg)
+        llama_cpp.llama_sampler_free(sampler)
 
     def reset(self) -> None:
         """Forget all tokens; the cells of the sequence leave at once."""

@@ -416,3 +416,25 @@ def test_a_budget_that_is_never_reached_is_said(tiny):
 def test_cells_of_no_sequence(tiny, seq_id):
     with pytest.raises(ValueError, match="no such sequence"):
         load(tiny).kv_cells(seq_id)
+
+
+def test_a_long_token_has_a_text(tmp_path):
+    """llama-cpp-python gives tokens of more than 32 bytes none."""
+    end = f"<{'-' * 60}>"
+    path = tiny_models.write_llama(tmp_path / "tiny.gguf", eos=end)
+    llm = Llama(path, n_threads=1, verbose=False)
+    plain = [llm.tokenize(text, add_bos=False)[0] for text in (b"a", b"b")]
+    assert (
+        llm.detokenize([plain[0], tiny_models.EOS, plain[1]], special=True).decode() == f"a{end}b"
+    )
+    assert llm.detokenize([plain[0], tiny_models.EOS, plain[1]]) == b"ab"
+    for token in (-1, llm.n_vocab()):
+        with pytest.raises(ValueError, match=f"from 0 to {llm.n_vocab() - 1}"):
+            llm.detokenize([token])
+
+
+def test_a_grammar_that_cannot_be_read(tiny):
+    llm = Llama(tiny, n_threads=1, verbose=False)
+    with pytest.raises(ValueError, match="cannot be parsed"):
+        llm("a", grammar=llama_cpp.LlamaGrammar.from_string("root ::= nowhere"), max_tokens=1)
+    assert llm("a", max_tokens=1)["choices"]

@@ -20,6 +20,7 @@ from pyinertia.errors import PolicyError
 from pyinertia.llama import Llama
 from pyinertia.loading import n_ctx_train
 from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
+from pyinertia.vocabulary import token_bytes
 
 ERRORS = {
     1: "the cache has no free cells for it",
@@ -234,15 +235,7 @@ class Slots(Llama):
 
     def piece(self, token: int) -> bytes:
         """Return the text of a token; those of control tokens are empty."""
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n: int = llama_cpp.llama_token_to_piece(
-                self._model.vocab, token, buffer, size, 0, False
-            )
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
+        return token_bytes(self._model.vocab, token)
 
     def logits(self, row: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the logits [n_vocab] of a token of the last call, by its index there."""
@@ -265,13 +258,6 @@ class Slots(Llama):
                 "grammar is a llama_cpp.LlamaGrammar"
             )
             raise ValueError(msg) from error
-        parts = (
-            llama_cpp.llama_sampler_chain_get(chain.sampler, i)
-            for i in range(llama_cpp.llama_sampler_chain_n(chain.sampler))
-        )
-        if not all(parts):  # sampling would end the process
-            msg = "the grammar cannot be parsed; see llama.cpp's grammars/README.md for its syntax"
-            raise ValueError(msg)
         return chain
 
 

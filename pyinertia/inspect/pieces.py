@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from pyinertia.vocabulary import token_bytes
 
 if TYPE_CHECKING:
     from pyinertia.llama import Llama
@@ -50,7 +51,7 @@ def pieces(llm: Llama, tokens: Sequence[int], n_prompt: int) -> list[Piece]:
             found.append(Piece(_shown(held + decoder.decode(b"", True)), start, at - start, False))
             held, start = "", at
             decoder.reset()
-        held += decoder.decode(token_bytes(llm, token))
+        held += decoder.decode(token_bytes(vocab, token, special=True))
         if special or not decoder.getstate()[0]:
             found.append(Piece(_shown(held), start, at + 1 - start, special))
             held, start = "", at + 1
@@ -58,19 +59,6 @@ def pieces(llm: Llama, tokens: Sequence[int], n_prompt: int) -> list[Piece]:
         rest = held + decoder.decode(b"", True)
         found.append(Piece(_shown(rest), start, len(tokens) - start, False))
     return found
-
-
-def token_bytes(llm: Llama, token: int) -> bytes:
-    """The text of a token, however long; control tokens as they are written."""
-    import llama_cpp
-
-    n = 32
-    while True:
-        buffer = ctypes.create_string_buffer(n)
-        needed = llama_cpp.llama_token_to_piece(llm._model.vocab, token, buffer, n, 0, True)
-        if needed >= 0:
-            return buffer.raw[:needed]
-        n = -needed
 
 
 def _shown(text: str) -> str:

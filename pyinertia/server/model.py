@@ -69,36 +69,18 @@ class ServedLlama(Llama):
             turn.n_kept, turn.n_gone = self._n_kept_and_gone()
             turn.n_evicted += turn.n_gone - self._n_gone
 
-    def detokenize(
-        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
-    ) -> bytes:
-        """Return the text of tokens.
-
-        Raises:
-            ValueError: One is not of this model; llama.cpp would end the process.
-        """
-        self.check_tokens(tokens)
-        return super().detokenize(tokens, prev_tokens, special)
-
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise ValueError if one of these is no token of this model."""
         if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self.n_vocab():
             msg = f"tokens must be from 0 to {self.n_vocab() - 1}"
             raise ValueError(msg)
 
-    def _init_sampler(self, *args: Any, grammar: Any = None, **kwargs: Any) -> Any:
-        if grammar is not None:
-            self._check_grammar(grammar)
-        return super()._init_sampler(*args, grammar=grammar, **kwargs)
-
     def _check_grammar(self, grammar: Any) -> None:
-        """Raise ValueError for a grammar that llama.cpp cannot read; sampling with it crashes."""
-        text, root = grammar._grammar.encode(), grammar._root.encode()
-        sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
-        if not sampler:
-            msg = f"the grammar cannot be read: {native_log.last_error() or 'see GBNF'}"
-            raise ValueError(msg)
-        llama_cpp.llama_sampler_free(sampler)
+        try:
+            super()._check_grammar(grammar)
+        except ValueError as error:
+            msg = f"the grammar cannot be parsed: {native_log.last_error() or 'see GBNF'}"
+            raise ValueError(msg) from error
 
     def _reuse(self, prompt: list[int]) -> list[int]:
         rest = super()._reuse(prompt)
