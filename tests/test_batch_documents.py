@@ -189,11 +189,13 @@ def test_summaries_of_parts_are_put_together_in_order(scripted):
 
 
 def test_bad_documents_end_with_errors_and_disturb_no_other(llama):
-    results = {one.index: one for one in run([REPORT[:200], "", " \n", None, "fine"], llama)}
+    documents = [REPORT[:200], "", " \n", None, "b\ud83d", "fine"]
+    results = {one.index: one for one in run(documents, llama)}
     assert all(isinstance(one, Summary) for one in results.values())
-    assert [results[i].finish_reason for i in range(5)] == ["length", *["error"] * 3, "length"]
+    assert [results[i].finish_reason for i in range(6)] == ["length", *["error"] * 4, "length"]
     assert results[1].error == "the document is empty; it must be a text"
     assert results[3].error == "the document is a NoneType; it must be a text"
+    assert "surrogates not allowed" in results[4].error
 
 
 def test_the_instruction_is_never_evicted(llama):
@@ -216,6 +218,17 @@ def test_what_no_part_has_a_word_on_is_an_error(scripted):
     assert (short.text, short.finish_reason) == ("", "stop")
     assert "nothing to say" in long.error
     assert (long.index, long.finish_reason) == (0, "error")
+
+
+def test_summaries_that_get_no_shorter_are_an_error(scripted):
+    """Two of them and the gap between are more than a part: they would be parts for ever."""
+    scripted.sampler = lambda seed, **settings: Answer([*b"x" * 12, tiny_models.EOS])
+    long, short = sorted(
+        summaries(scripted, [REPORT[:800], "short"], 25), key=lambda one: one.index
+    )
+    assert (short.text, short.error) == ("x" * 12, "")
+    assert "do not fit fewer parts; pass a smaller max_tokens" in long.error
+    assert len(scripted.asked) < 100
 
 
 def test_the_error_of_a_part_is_that_of_the_document(scripted):

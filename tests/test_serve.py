@@ -442,6 +442,8 @@ def test_a_start_that_fails_says_why_in_one_line(args, reason, monkeypatch):
 def test_flags_have_the_names_of_llama_cpp_server_and_of_llama_cpp():
     given, _ = flags.parse(["a.gguf", "--n_ctx", "9", "-b", "8", "--flash_attn=off"], "")
     assert given == {"model": "a.gguf", "n_ctx": "9", "n_batch": "8", "flash_attn": "off"}
+    with pytest.raises(CommandError, match=r"a.gguf is not on or off"):
+        flags.parse(["--verbose", "a.gguf"], "")
     given, file = flags.parse(["--n-threads=-1", "--verbose", "--config_file", "a_b.json"], "")
     assert (given, file) == ({"n_threads": "-1", "verbose": "on"}, "a_b.json")
     known = {*ModelSettings.model_fields, *ServerSettings.model_fields}

@@ -228,11 +228,25 @@ class Desk:
             error = f"the document is {what}; it must be a text"
             self.queue.append(Job(key=(document, 0), error=error))
             return
-        document.n_tokens = self._count(text)
-        document.n_parts = self._read(document, text)
+        error = self._read(document, text)
+        document.n_parts = len(document.answers)
+        if error:
+            self._drop(document)
+            self.queue.append(Job(key=(document, 0), error=error))
 
-    def _read(self, document: Document, text: str) -> int:
-        """Queue the parts of a text; returns how many there are."""
+    def _read(self, document: Document, text: str) -> str:
+        """Queue the parts of a text; returns why they cannot be read, "" if they can."""
+        try:
+            self._queue(document, text)
+        except (TypeError, ValueError) as error:  # a lone surrogate, or the template refuses it
+            return f"the document cannot be read: {error}"
+        return ""
+
+    def _drop(self, document: Document) -> None:
+        self.queue = deque(job for job in self.queue if job.key[0] is not document)
+
+    def _queue(self, document: Document, text: str) -> None:
+        document.n_tokens = document.n_tokens or self._count(text)
         parts = [part for part in split(text, self.n_part, self._count) if part.strip()]
         document.answers = [None] * len(parts)
         seed = self.seed + document.index
@@ -240,7 +254,21 @@ class Desk:
             tokens = encode(self.slots, self._chat(part.strip()))
             job = Job(key=(document, i), tokens=tokens.ids, stop=self.stop + tokens.stop, seed=seed)
             self.queue.append(job)
-        return len(parts)
+
+    def _read_answers(self, document: Document) -> str:
+        """Queue what was said about the parts; returns why that leads nowhere, "" if it does."""
+        n_before = len(document.answers)
+        together = GAP.join(answer for answer in document.answers if answer)
+        if not together:
+            return "the model had nothing to say about any part of the document"
+        document.n_levels += 1
+        error = self._read(document, together)
+        if not error and len(document.answers) >= n_before:
+            return (
+                f"the summaries of its {n_before} parts do not fit fewer parts; pass a smaller "
+                "max_tokens, or a larger n_part"
+            )
+        return error
 
     def take(self, outcome: Outcome) -> Summary | None:
         """Take in an answer; returns the summary of a document that is done."""
@@ -255,14 +283,11 @@ class Desk:
             document.answers[i] = text
             if None in document.answers:
                 return None
-            together = GAP.join(answer for answer in document.answers if answer)
-            if together:
-                document.n_levels += 1
-                self._read(document, together)
+            error = self._read_answers(document)
+            if not error:
                 return None
-            error = "the model had nothing to say about any part of the document"
         document.is_done = True
-        self.queue = deque(job for job in self.queue if job.key[0] is not document)
+        self._drop(document)
         return Summary(
             index=document.index,
             text="" if error else text,

@@ -76,7 +76,14 @@ class _Answer:
         wanted = body.model_dump(exclude=OWN_FIELDS)
         llm: Any = prepare_request_resources(body, models, body.model, wanted)
         llm.begin(turn)
-        _check(llm, wanted)
+        try:
+            _check(llm, wanted)
+            return self._answer(llm, wanted)
+        finally:
+            llm.begin(Turn())  # what others do with the model cannot be cancelled by this one
+
+    def _answer(self, llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+        turn = self._turn
         if "logits_processor" in wanted:
             wanted["logits_processor"] = _Processors(wanted["logits_processor"])
         if (wanted["max_tokens"] or 0) <= 0:
@@ -85,7 +92,7 @@ class _Answer:
         turn.n_most = wanted["max_tokens"]
         try:
             answer: Any = self._call(llm, **wanted)
-            if body.stream:
+            if self._body.stream:
                 return self._stream(answer)
             told: dict[str, Any] = answer
             told["usage"] |= _kv_usage(turn)

@@ -27,6 +27,9 @@ SHORT = {
 }
 
 
+SWITCH = ("on", "off", "true", "false", "1", "0", "yes", "no")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         msg = f"{message}; pyinertia serve --help lists the flags"
@@ -91,7 +94,7 @@ def _add(group: argparse._ArgumentGroup, settings: type[BaseModel], name: str) -
     kinds = _kinds(field.annotation)
     more: dict[str, Any] = {"metavar": "VALUE"}
     if bool in kinds:
-        more = {"metavar": "on|off", "nargs": "?", "const": "on"}
+        more = {"metavar": "on|off", "nargs": "?", "const": "on", "type": _switch}
     elif list in kinds:
         more = {"metavar": "VALUE", "nargs": "+"}
     elif dict in kinds:
@@ -101,6 +104,13 @@ def _add(group: argparse._ArgumentGroup, settings: type[BaseModel], name: str) -
         text += "" if field.is_required() else f" (default: {field.default})"
     flags = [*SHORT.get(name, ()), "--" + name.replace("_", "-")]
     group.add_argument(*flags, dest=name, help=text.strip().replace("%", "%%"), **more)
+
+
+def _switch(text: str) -> str:
+    if text.lower() not in SWITCH:
+        msg = f"{text} is not on or off; a model's file comes before the flags, or with -m"
+        raise argparse.ArgumentTypeError(msg)
+    return text
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -130,7 +130,9 @@ def _load(settings: ModelSettings, kv_positions: str) -> Any:
             if kwargs.pop("rpc_servers", None):
                 msg = "rpc_servers: llama-cpp-python no longer passes them on; leave them out"
                 raise CommandError(msg)
-            del kwargs["mul_mat_q"]  # no longer exists
+            if not kwargs.pop("mul_mat_q", True):
+                msg = "mul_mat_q: llama.cpp no longer has a choice there; leave it out"
+                raise CommandError(msg)
             kwargs["n_ubatch"] = min(kwargs["n_ubatch"], kwargs["n_batch"])
             super().__init__(*args, **kwargs, **ours)
 

@@ -95,6 +95,8 @@ class Queue:
         self._known[id(turn)] = turn
         try:
             async with self.turn() as models:
+                if self.stopping:
+                    raise CancelledTurn
                 turn.check()
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work, models)
         finally:
