@@ -6,4 +6,6 @@ _native.load()
 
 import llama_cpp as llama_cpp  # noqa: E402
 from llama_cpp.llama_cache import BaseLlamaCache as BaseLlamaCache  # noqa: E402
+from llama_cpp.llama_cache import LlamaDiskCache as LlamaDiskCache  # noqa: E402
+from llama_cpp.llama_cache import LlamaRAMCache as LlamaRAMCache  # noqa: E402
 from llama_cpp.llama_tokenizer import LlamaTokenizer as LlamaTokenizer  # noqa: E402

@@ -50,7 +50,12 @@ class Conversation:
     n_system: int = 0
 
     def continued(
-        self, text: str, history: list[int], replies: Collection[str], tokenizer: Tokenizer
+        self,
+        text: str,
+        history: list[int],
+        replies: Collection[str],
+        tokenizer: Tokenizer,
+        is_end: Callable[[int], bool],
     ) -> list[int] | None:
         """Return the tokens of a text that continues this prompt and its cached reply, or None.
 
@@ -59,6 +64,7 @@ class Conversation:
             history: The cached tokens.
             replies: What the assistant said so far, according to the caller.
             tokenizer: Of the model.
+            is_end: Whether a token ends a turn.
         """
         n = len(self.tokens)
         if n and text == self.text:
@@ -73,8 +79,10 @@ class Conversation:
             if text.startswith(said, len(self.text)):
                 rest = text[len(self.text) + len(said) :].encode()
                 new = tokenizer.tokenize(rest, False, True)
-                # some tokenizers put a space before what they take for the start of a text
-                if tokenizer.detokenize(new, history, True) == rest:
+                # some tokenizers put a space before what they take for the start of a text: what
+                # follows the end of a turn is such a start in the whole conversation, too
+                is_next_turn = bool(new) and is_end(new[0])
+                if is_next_turn or tokenizer.detokenize(new, history, True) == rest:
                     return history + new
         return None
 
@@ -115,9 +123,10 @@ def said(messages: Iterable[Mapping[str, Any]]) -> Said:
 def _texts(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     texts: list[str] = []
     for message in messages:
-        content = message.get("content") or ""
-        parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
-        texts += [part.strip() for part in parts if part.strip()]
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        texts += [text.strip() for text in found if isinstance(text, str) and text.strip()]
     return texts
 
 
@@ -127,6 +136,7 @@ def n_system(
     tokens: list[int],
     tokenizer: Tokenizer,
     is_end: Callable[[int], bool],
+    add_bos: bool = True,
 ) -> int | None:
     """Return how many tokens of the prompt hold its system messages, and all before them.
 
@@ -136,9 +146,10 @@ def n_system(
         tokens: Its tokens.
         tokenizer: Of the model.
         is_end: Whether a token ends a turn; the one behind the last text is counted in.
+        add_bos: Whether the tokenizer may add a BOS to the prompt.
 
     Returns:
-        The number of tokens, None if the prompt does not have all of these texts.
+        The number of tokens, None if these texts do not all stand before the other messages.
     """
     end = 0
     for text in said.system:
@@ -149,12 +160,15 @@ def n_system(
     if not end:
         return 0
     # a short text may also stand in the template's own words, which come first
-    if said.after and (limit := prompt.find(said.after, end)) >= 0:
+    if said.after:
+        limit = prompt.find(said.after, end)
+        if limit < 0:
+            return None  # some templates put the system message into the last turn
         end = prompt.rfind(said.system[-1], 0, limit) + len(said.system[-1])
-    # a BOS or a space that the tokenizer put before the text
-    n_added = len(tokenizer.detokenize(tokens, None, True)) - len(prompt.encode())
-    n_bytes = len(prompt[:end].encode()) + max(0, n_added)
-    n = 0
+    head = tokenizer.tokenize(prompt[:end].encode(), add_bos, True)
+    n = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
+    # the last token of the text may hold the beginning of what follows
+    n_bytes = len(tokenizer.detokenize(head[n:], None, True))
     while n < len(tokens) and n_bytes > 0:
         n_bytes -= len(tokenizer.detokenize([tokens[n]], None, True))
         n += 1
@@ -193,6 +207,7 @@ class Chats(EngineCalls):
         self._check_open()
         choice("protect", protect, PROTECTS)
         if self.kv_policy.evicts and not isinstance(self.chat_handler, IMAGE_HANDLERS):
+            messages = list(messages)
             self._kv_said = said(messages)
             if protect is None:
                 self._kv_said = replace(self._kv_said, system=[])
@@ -200,6 +215,13 @@ class Chats(EngineCalls):
             return super().create_chat_completion(messages, *args, **kwargs)
         finally:
             self._kv_said = None
+
+    def create_completion(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        """Continue a prompt, as `llama_cpp.Llama.create_completion` does."""
+        if self._kv_said is not None and isinstance(prompt, str):
+            # of a chat handler that leaves the tokenizing to the parent
+            prompt = self.tokenize(prompt.encode(), True, True)
+        return super().create_completion(prompt, *args, **kwargs)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Return the tokens of a text, as `llama_cpp.Llama.tokenize` does."""
@@ -209,10 +231,10 @@ class Chats(EngineCalls):
             return super().tokenize(text, add_bos, special)
         prompt, tokenizer = text.decode("utf-8", "replace"), self.tokenizer_
         history = self._cached().tokens.tolist()
-        tokens = self._kv_chat.continued(prompt, history, said.replies, tokenizer)
+        tokens = self._kv_chat.continued(prompt, history, said.replies, tokenizer, self._is_end)
         if tokens is None:
             tokens = super().tokenize(text, add_bos, special)
-        n = n_system(said, prompt, tokens, tokenizer, self._is_end)
+        n = n_system(said, prompt, tokens, tokenizer, self._is_end, add_bos)
         if n is None:
             warnings.warn(
                 f"chat_format={self.chat_format!r} leaves the system message out of the prompt, or "
@@ -268,9 +290,9 @@ class Chats(EngineCalls):
 
     def _begin_prompt(self, prompt: list[int]) -> None:
         """The cache was cut down to what this prompt reuses: protect its system message."""
-        chat, self._kv_next_chat = self._kv_next_chat, None
+        chat = self._kv_next_chat
         if chat is not None and chat.tokens == prompt:
-            self._kv_chat = chat
+            self._kv_chat, self._kv_next_chat = chat, None
             self._protect(self._kv_ranges, chat.n_system)
         elif self.n_tokens < self._kv_n_system:
             self._protect(self._kv_ranges, 0)

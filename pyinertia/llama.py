@@ -157,9 +157,11 @@ class Llama(Chats):
             raise ModelError(msg)
 
     def _check_compact(self) -> None:
-        reason = ""
+        reason, budget = "", self.kv_policy.n_budget
         if not self.kv_policy.evicts:
             reason = f"{self._kv_named()} evicts nothing, so no gaps can be closed"
+        elif not isinstance(budget, float) and budget >= self._n_positions:
+            reason = f"a budget of {budget} cells leaves no gaps in {self._n_positions} positions"
         elif self.draft_model is not None:
             reason = "a draft_model takes positions back"
         elif self._logits_all:
@@ -207,6 +209,8 @@ class Llama(Chats):
         if phase is None:
             phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
         if self.n_tokens + len(tokens) > self._n_positions and self._kv_closes:
+            if phase == _PROMPT:
+                self._check_cells(self.n_tokens, len(tokens))
             self._eval_parts(tokens, phase)
             return
         self._check_room(self.n_tokens + len(tokens))
@@ -350,14 +354,10 @@ class Llama(Chats):
         """Cut the cache down to what the prompt reuses, and return the tokens beyond that."""
         n = self._n_reused(prompt)
         n_pos, n_new = self._cached().position(n), len(prompt) - n
-        if not self._kv_closes:
+        if self._kv_closes:
+            self._check_cells(n_pos, n_new)
+        else:
             self._check_room(n_pos + n_new)
-        elif not self._kv_bounded and n_new >= self._n_positions:
-            msg = (
-                f"{n_new} new tokens exceed the {self._n_positions} cells; shorten the prompt, or "
-                "create the Llama with kv_prefill='bounded' or a larger n_ctx"
-            )
-            raise ValueError(msg)
         if n == 0 or (n_pos < self.n_tokens and not self._ctx.kv_cache_seq_rm(-1, n_pos, -1)):
             self.reset()
             n = 0
@@ -373,6 +373,17 @@ class Llama(Chats):
     @property
     def _kv_closes(self) -> bool:
         return bool(self._kv_arguments["kv_positions"] == "compact")
+
+    def _check_cells(self, n_pos: int, n_new: int) -> None:
+        # a full prefill evicts nothing while a prompt enters, and a token has to follow it
+        n_kept = int(np.count_nonzero(self._cached().positions < n_pos))
+        if not self._kv_bounded and n_kept + n_new >= self._n_positions:
+            msg = (
+                f"{n_new} new tokens beside {n_kept} in the cache exceed its {self._n_positions} "
+                "cells; shorten the prompt, or create the Llama with kv_prefill='bounded' or a "
+                "larger n_ctx"
+            )
+            raise ValueError(msg)
 
     def _reopen(self) -> None:
         """Nothing is left of the positions that moved: numbers mean what they say again."""

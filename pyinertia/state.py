@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyinertia import _native
-from pyinertia.binding import BaseLlamaCache, llama_cpp
+from pyinertia.binding import BaseLlamaCache, LlamaDiskCache, LlamaRAMCache, llama_cpp
 from pyinertia.chat import Conversation
 from pyinertia.errors import PolicyError
 from pyinertia.policy import KVPolicy
@@ -85,6 +86,7 @@ class LlamaState(llama_cpp.LlamaState):
 def save(llm: Llama) -> LlamaState:
     """Return the state of a Llama."""
     n = llm.n_tokens
+    llm._ctx.kv_cache_seq_rm(-1, n, -1)  # cells of tokens that were taken back by hand
     return LlamaState(
         input_ids=llm.input_ids[:n].copy(),
         scores=llm.scores[: n if llm._logits_all else 0].copy(),
@@ -107,6 +109,7 @@ def load(llm: Llama, state: llama_cpp.LlamaState) -> None:
     engine = b""
     if isinstance(state, LlamaState) and _same_ranking(state.policy, llm.kv_policy):
         engine = state.engine
+    llm._ctx.kv_cache_seq_rm(-1, llm.n_tokens, -1)
     before = _cells(llm), b"" if llm._kv_refusal else _native.get_state(llm.ctx, 0)
     reason = _set_cells(llm, state.llama_state, state.n_tokens) or _set_engine(llm, engine)
     if reason:
@@ -116,8 +119,8 @@ def load(llm: Llama, state: llama_cpp.LlamaState) -> None:
         raise ValueError(msg)
     llm.n_tokens, llm._seed, llm._requires_eval = state.n_tokens, state.seed, True
     llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
-    if llm._logits_all and state.scores.shape == (state.n_tokens, llm.n_vocab()):
-        llm.scores[: state.n_tokens] = state.scores
+    if llm._logits_all:
+        llm.scores[: state.n_tokens] = state.scores[: state.n_tokens]
     ours = state if isinstance(state, LlamaState) else None
     is_same = ours is not None and ours.policy.protect == llm.kv_policy.protect
     llm._kv_closed = ours.cached.closed if ours else Closed()
@@ -139,6 +142,14 @@ def check(llm: Llama, state: llama_cpp.LlamaState) -> None:
         raise ValueError("this state is damaged: its tokens are not all there; save it again")
     if ids.size and not 0 <= ids.min() <= ids.max() < llm.n_vocab():
         raise ValueError("this state is damaged, or of another model: unknown tokens")
+    shape = np.shape(state.scores)
+    is_whole = len(shape) == 2 and shape[0] >= state.n_tokens and shape[1] == llm.n_vocab()
+    if llm._logits_all and not is_whole:
+        msg = (
+            "this state was saved without logits_all, this Llama has logits_all=True and would "
+            "have no logits of its tokens; create it with the same"
+        )
+        raise ValueError(msg)
     if not isinstance(state, LlamaState):
         return
     if getattr(state, "version", None) != VERSION:
@@ -252,7 +263,7 @@ class StateCache(BaseLlamaCache):
 
     def __getitem__(self, prompt: Sequence[int]) -> llama_cpp.LlamaState:
         """Load the state that saves the prompt the most evaluation, then raise KeyError."""
-        llm, best = self.llm, None
+        llm, best_key, best = self.llm, None, None
         n_best = llm._n_reused(prompt)
         for key, state in self._by_prefix(prompt):
             if n_shared(_ids(key), _ids(prompt)) <= n_best:
@@ -263,16 +274,22 @@ class StateCache(BaseLlamaCache):
                 continue  # of another model, policy or version
             n = n_reused(_cached(state), prompt, llm._kv_arguments["kv_reuse"])
             if n > n_best:
-                n_best, best = n, state
+                n_best, best_key, best = n, key, state
         if best is not None:
-            load(llm, best)
+            with suppress(ValueError):  # it has more cells than fit: the prompt is evaluated
+                load(llm, best)
+            if isinstance(self.states, LlamaRAMCache) and best_key is not None:
+                self.states.cache_state.move_to_end(best_key)  # the least used one leaves first
         raise KeyError("nothing more to load")
 
     def _by_prefix(self, prompt: Sequence[int]) -> Any:
         """Yield (key, state), those that share the most tokens with the prompt first."""
-        # the two caches of llama-cpp-python; an own one answers with one state
-        held: Any = getattr(self.states, "cache_state", getattr(self.states, "cache", None))
-        if held is None:
+        held: Any
+        if isinstance(self.states, LlamaRAMCache):
+            held = self.states.cache_state
+        elif isinstance(self.states, LlamaDiskCache):
+            held = self.states.cache
+        else:  # one of the caller's own answers with one state
             if prompt in self.states:
                 yield prompt, self.states[prompt]
             return

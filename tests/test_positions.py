@@ -337,9 +337,24 @@ def test_quantised_keys_that_llama_cpp_would_crash_on_are_refused(tiny):
 def test_a_prompt_beyond_the_cells_is_refused(tiny):
     llm = load(tiny)
     llm.eval(TOKENS[:20])
-    with pytest.raises(ValueError, match="300 new tokens exceed the 256 cells"):
+    with pytest.raises(ValueError, match="300 new tokens beside 0 in the cache exceed its 256"):
         next(llm.generate(TOKENS[100:400]))
     assert positions(llm) == list(range(20))
+
+
+def test_a_prompt_that_does_not_fit_beside_the_cache_evaluates_nothing(tiny):
+    """A full prefill evicts nothing before its end."""
+    llm = load(tiny)
+    history = TOKENS[:100]
+    history += list(islice(llm.generate(history, temp=0.0), 20))[:-1]
+    before, n_before = positions(llm), llm.kv_stats().n_tokens
+    n_new = 256 - len(before)
+    for call in (lambda: next(llm.generate(history + TOKENS[:n_new])), lambda: llm.eval([1] * 256)):
+        with pytest.raises(ValueError, match=f"beside {len(before)} in the cache"):
+            call()
+        assert positions(llm) == before
+        assert llm.kv_stats().n_tokens == n_before
+    assert list(islice(llm.generate(history + TOKENS[: n_new - 1], temp=0.0), 30))
 
 
 def test_keep_ends_at_n_ctx(tiny):

@@ -253,6 +253,47 @@ def test_a_format_that_drops_the_system_message_is_told(tiny):
         talk(llm, [{"role": "system", "content": "Be short."}], "hello", grammar=letters())
 
 
+def test_a_template_that_moves_the_system_message_to_the_last_turn_is_told(tiny):
+    """Protecting all before it would protect the whole conversation."""
+    template = (
+        "{% for m in messages if m.role != 'system' %}<{{ m.role }}>"
+        "{% if loop.last %}{{ messages[0].content }}\n{% endif %}{{ m.content }}{% endfor %}"
+    )
+    formatter = Jinja2ChatFormatter(template, eos_token="</s>", bos_token="<s>")
+    llm = load(tiny, n_ctx=2048, chat_handler=formatter.to_chat_handler())
+    messages = [{"role": "system", "content": "Be short."}]
+    talk(llm, messages, "What is the first question?", grammar=letters())
+    assert llm._kv_n_system == len("<user>Be short.")
+    with pytest.warns(UserWarning, match="leaves the system message out"):
+        talk(llm, messages, "And another one?", grammar=letters())
+    assert llm._kv_n_system == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_handler_that_leaves_the_tokenizing_to_the_parent_is_protected(tiny, stream):
+    def handler(*, llama, messages, stream=False, **kwargs):
+        text = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
+        done = llama.create_completion(text, stream=stream, max_tokens=30, grammar=letters())
+        return [*done] if stream else done
+
+    llm = load(tiny, n_ctx=2048, chat_handler=handler)
+    system = "Be short."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello " * 40}]
+    llm.create_chat_completion(messages, stream=stream)
+    n_system = 1 + len(f"<system>{system}")
+    assert llm._kv_n_system == n_system
+    assert set(range(n_system)) <= set(positions(llm))
+    assert llm.kv_stats().n_evicted > 0
+
+
+def test_messages_may_be_anything_that_the_template_takes(tiny):
+    llm = load(tiny, n_ctx=2048, chat_format="chatml")
+    parts = [{"type": "text", "text": None}, {"type": "text", "text": "hello"}]
+    for content in ("hello", None, ["hello"], parts):
+        messages = ({"role": "user", "content": content} for _ in range(1))
+        assert llm.create_chat_completion(messages, max_tokens=2)["choices"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_template_that_trims_replies_still_appends(tiny, stream):
     formatter = Jinja2ChatFormatter(TRIMMED, eos_token="</s>", bos_token="<s>")
@@ -270,6 +311,7 @@ def test_a_template_that_trims_replies_still_appends(tiny, stream):
             reply = answer["choices"][0]["message"]["content"]
         assert reply == "  ab c \n"
         messages.append({"role": "assistant", "content": reply})
+        assert llm._kv_n_system == len("<system>Trim.") + 1  # every turn
         if turn:
             new = 1 + len(f"<user>{'x ' * 30}".strip()) + 1 + len("<assistant>") + len(reply)
             assert llm.kv_stats().n_tokens - n_before == new

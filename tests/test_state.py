@@ -122,6 +122,7 @@ def test_the_cache_of_a_sliding_window_is_part_of_it(tmp_path):
 
 CONTINUE = """
 import pickle, sys
+import pyinertia  # first: it finds the library
 import numpy as np
 from test_state import TOKENS, load, play
 llm = load(sys.argv[1])
@@ -515,3 +516,43 @@ def test_a_cache_skips_states_of_another_model_or_policy(tiny):
     assert llm.kv_stats().n_tokens == 120 + 3
     llm.set_cache(None)
     assert llm.cache is None
+
+
+def test_a_cached_state_of_more_cells_than_there_are_is_passed_over(tiny):
+    cache = llama_cpp.LlamaRAMCache()
+    large = load(tiny, kv_policy=None, n_ctx=1024)
+    large.set_cache(cache)
+    complete(large, TOKENS[:500] + TOKENS[:100], 2)
+    small = load(tiny, n_ctx=1024, kv_policy=replace(POLICY, n_budget=64, prefill="bounded"))
+    small.set_cache(cache)
+    history = large._input_ids.tolist()
+    for _ in range(2):
+        assert complete(small, history + TOKENS[:5], 2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_state_that_is_used_leaves_the_cache_last(tiny):
+    llm, cache = load(tiny, kv_policy=None), llama_cpp.LlamaRAMCache()
+    llm.set_cache(cache)
+    complete(llm, TOKENS[:60], 2)
+    complete(llm, TOKENS[100:160], 2)
+    complete(llm, [*TOKENS[:60], 7], 2)  # loads the first
+    first, *_ = cache.cache_state
+    assert list(first[:60]) == TOKENS[100:160]
+
+
+def test_tokens_that_were_taken_back_by_hand_are_not_saved(tiny):
+    llm = load(tiny)
+    llm.eval(TOKENS[:30])
+    llm.n_tokens = 20
+    state = llm.save_state()
+    llm.load_state(state)
+    assert positions(llm) == list(range(20))
+
+
+def test_a_state_without_logits_is_no_state_with_them(tiny):
+    llm, other = load(tiny, logits_all=True), load(tiny)
+    other.eval(TOKENS[:30])
+    llm.eval(TOKENS[100:120])
+    with pytest.raises(ValueError, match="without logits_all"):
+        llm.load_state(other.save_state())
+    assert positions(llm) == list(range(20))
