@@ -14,6 +14,7 @@ and the result has
     logits      float32 [n_eval, n_vocab], after the last token of every eval
     attention   float32 [n_captured, n_layer, n_head, n_kv], softmax (flash_attn off), the captured
                 queries of all evals one after the other, n_kv of the last eval
+    layers      int [n_layer], with attention: the layers that have it
     state       uint8, with attention: the cells after the last step, see cache_state.py
 """
 
@@ -108,7 +109,8 @@ class Attention:
 
     def end_batch(self) -> None:
         """Keep the last ubatch of the batch."""
-        layers = [self.layers[il][-1] for il in sorted(self.layers)]
+        self.indices = sorted(self.layers)
+        layers = [self.layers[il][-1] for il in self.indices]
         for t in range(len(layers[0])):
             self.rows.append([layer[t] for layer in layers])
         self.layers = {}
@@ -178,7 +180,7 @@ def play(job: dict) -> dict[str, np.ndarray]:
 
     arrays = {"logits": np.array(logits)}
     if capture:
-        arrays["attention"] = capture.array()
+        arrays["attention"], arrays["layers"] = capture.array(), np.array(capture.indices)
         arrays["state"] = np.zeros(lc.llama_state_seq_get_size(ctx, 0), np.uint8)
         data = arrays["state"].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         assert lc.llama_state_seq_get_data(ctx, data, arrays["state"].size, 0)

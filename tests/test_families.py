@@ -22,9 +22,9 @@ CONTEXT = {"n_ctx": 512, "type_k": 0, "type_v": 0}
 SMALL = {"n_budget": 48, "n_sink": 2, "n_recent": 20, "n_window": N_LOOK, "n_pool": N_POOL}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES.items(), ids=FAMILIES)
 def family(request) -> tuple[str, Family]:
-    return request.param, FAMILIES[request.param]
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +72,20 @@ def test_the_first_ranking_is_the_softmax_of_an_unpatched_build(family, path, or
     steps = play(llm, 1)[1]
     cells = llm.kv_cells()
     job = {"context": {**CONTEXT, "n_threads": 1}, "steps": steps, "n_capture": N_LOOK}
-    prob = oracle.run(model=path, **job)["attention"].astype(np.float64)
-    expected = first_ranking(prob[:, list(layers), :, : N_PROMPT + 1], 0.9, N_POOL)
+    found = oracle.run(model=path, **job)
+    scored = np.isin(found["layers"], layers)
+    assert scored.sum() == len(layers)
+    prob = found["attention"][:, scored, :, : N_PROMPT + 1].astype(np.float64)
+    expected = first_ranking(prob, 0.9, N_POOL)
 
     assert cells["pos"].tolist() == list(range(N_PROMPT + 1))
     np.testing.assert_allclose(cells["score"], expected, rtol=1e-3, atol=1e-7)
 
 
 def test_eviction_is_removal_from_an_unpatched_cache(family, path, oracle):
-    assert SMALL["n_recent"] > N_WINDOW  # a removal from the cache of a window changes nothing
+    assert SMALL["n_recent"] > N_WINDOW
+    if family[1].kind == "wide":
+        pytest.skip("llama.cpp's removal is from the cache of the window, too, and it matters here")
     holes, steps = play(load(HolesLlama, path, **SMALL), N_DECODE)
     job = {"context": {**CONTEXT, "n_threads": 1}, "steps": steps}
     expected = oracle.run(model=path, **job)["logits"]

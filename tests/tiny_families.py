@@ -26,8 +26,8 @@ class Family:
         metadata: Keys without the architecture, and their values; over those of COMMON.
         n_layer: Layers of the model.
         scored: The layers with cells that the engine ranks, None for all.
-        kind: "decoder", "window" (the other layers see the N_WINDOW newest positions) or "hybrid"
-            (the other layers are recurrent).
+        kind: "decoder", "window" (the other layers see the N_WINDOW newest positions), "wide" (or
+            more than these tests have, which llama.cpp fixes) or "hybrid" (they are recurrent).
     """
 
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +75,8 @@ SCALES = {
     "attention.scale": 0.25,
 }
 MULTI_HEAD = {"attention.head_count_kv": 4}
+XIELU = {f"xielu.{name}": [0.8, 0.8] for name in ("alpha_n", "alpha_p", "beta", "eps")}
+BARE = {*XIELU}  # keys without the architecture
 
 
 def every_second(value: int) -> list[int]:
@@ -83,6 +85,10 @@ def every_second(value: int) -> list[int]:
 
 def window(metadata: dict[str, Any], n_layer: int, *scored: int) -> Family:
     return Family(WINDOW | metadata, n_layer, scored, "window")
+
+
+def wide(metadata: dict[str, Any], n_layer: int, *scored: int) -> Family:
+    return Family(WINDOW | metadata, n_layer, scored, "wide")
 
 
 def hybrid(metadata: dict[str, Any], n_layer: int, *scored: int) -> Family:
@@ -162,31 +168,25 @@ FAMILIES: dict[str, Family] = {
     "hunyuan-dense": Family(),
     "smollm3": Family({}, 4),
     "gpt-oss": window(SOFTMAX_MOE, 4, 1, 3),
-    "smallthinker": window(SOFTMAX_MOE, 5, 0, 4),
+    "smallthinker": wide(SOFTMAX_MOE, 5, 0, 4),
     "seed_oss": Family(),
     "grovemoe": Family(
         SOFTMAX_MOE
         | {"expert_chunk_feed_forward_length": 32, "expert_group_scale": 0.5, "experts_per_group": 2}
     ),
-    "apertus": Family(
-        {f"xielu.{k}": [0.8, 0.8] for k in ("alpha_n", "alpha_p", "beta")}
-        | {"xielu.eps": [1e-6, 1e-6]}
-    ),
+    "apertus": Family(XIELU),
     "minimax-m2": Family(ALL_MOE),
     "pangu-embedded": Family(),
     "mistral3": Family(),
     "mellum": window(SOFTMAX_MOE, 4, 3),
     "maincoder": Family(),
-    "llama4": window(MOE, 4, 3),
+    "llama4": wide(MOE, 4, 3),
     "jamba": hybrid(MIXED, 4, 1, 3),
     "falcon-h1": hybrid(MAMBA, 2, 0, 1),
     "granitehybrid": hybrid(MIXED | SCALES, 4, 1, 3),
     "lfm2": hybrid({"shortconv.l_cache": 3, "attention.head_count_kv": every_second(2)}, 4, 1, 3),
     "lfm2moe": hybrid(
         MOE | {"shortconv.l_cache": 3, "attention.head_count_kv": every_second(2)}, 4, 1, 3
-    ),
-    "lfm2-window": window(
-        {"shortconv.l_cache": 3, "attention.head_count_kv": every_second(2)}, 4
     ),
     "nemotron_h": hybrid(MIXED | {"feed_forward_length": [0, 0, 64, 0]}, 4, 1, 3),
     "plamo2": hybrid(MIXED | {"ssm.group_count": 0}, 4, 1, 3),
@@ -201,7 +201,6 @@ ARCHITECTURES = {
     "llama-moe": "llama",
     "baichuan-13b": "baichuan",
     "olmo3": "olmo2",
-    "lfm2-window": "lfm2",
 }
 
 
@@ -225,7 +224,7 @@ def _writer(path: Path, name: str, family: Family):
     n_ff = metadata.pop("feed_forward_length", tiny_models.N_FF)
     writer = tiny_models.start(path, arch, family.n_layer, n_ff=n_ff)
     for key, value in metadata.items():
-        _add(writer, f"{arch}.{key}", value)
+        _add(writer, key if key in BARE else f"{arch}.{key}", value)
     return writer
 
 
