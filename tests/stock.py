@@ -59,13 +59,17 @@ class Process:
             with log.open("w") as stderr:
                 self.process = subprocess.Popen(
                     [sys.executable, __file__],
-                    env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                )  # fmt: skip
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
         job = {"n_capture": 0, **job, "model": str(job["model"]), "out": str(out)}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         if not self.process.stdout.readline():
-            self.process.wait()
+            self.process.communicate()
             self.process = None  # the next job gets another one
             tail = log.read_text(errors="replace")[-3000:]
             msg = f"the stock build failed on {job['model']}:\n{tail}"
@@ -196,7 +200,8 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         np.savez(job.pop("out"), **play(job))
-        print("done", flush=True)
+        sys.stdout.write("done\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
