@@ -159,6 +159,13 @@ RWKV = {
 ENCODER = {"attention.causal": False, "pooling_type": 1, "tokenizer.ggml.token_type_count": 2}
 T5 = MULTI_HEAD | {"attention.relative_buckets_count": 32, "decoder_start_token_id": 0}
 
+ADAPTERS = {
+    "adapters.count": 2,
+    "adapters.lora_rank": 4,
+    "adapters.token_ids_activate": [65, 66],
+    "adapters.token_ids_substitute": [67, 68],
+}
+
 BARE = {*XIELU, "tokenizer.ggml.token_type_count"}  # keys without the architecture
 
 
@@ -314,6 +321,8 @@ REFUSED = {
     "has an encoder": {"t5": Family(T5), "t5encoder": Family(T5)},
     "cannot be scored": {"llama-embed": Family(ENCODER)},
     "needs flash attention": {"grok (no flash attention)": Family(SOFTMAX_MOE)},
+    "which adapter is on": {"graniteswitch": Family(SCALES | ADAPTERS)},
+    "no further than a sliding window": {"lfm2 (windows only)": window(CONV, 4)},
     "recurrent": {
         "mamba": Family(MAMBA | NO_HEADS),
         "mamba2": Family(MAMBA | NO_HEADS),
@@ -341,7 +350,7 @@ REFUSED = {
 # what these tables cannot describe, drafts of other models, and names without a model
 UNTESTED = (
     "chameleon", "clip", "deepseek4", "dflash", "eagle3", "gemma4-assistant", "glm5-next", "gptj",
-    "graniteswitch", "qwen3tts", "qwen4exp", "rwkv6qwen2", "wavtokenizer-dec",
+    "qwen3tts", "qwen4exp", "rwkv6qwen2", "wavtokenizer-dec",
 )  # fmt: skip
 
 

@@ -173,6 +173,9 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     if (!kv) {
         return format("architecture '%s' uses a cache that cannot be evicted from (recurrent, MLA, or several caches that mirror each other)", arch);
     }
+    if (kv->layers.empty()) {
+        return format("architecture '%s' looks back no further than a sliding window here, in any layer: nothing to evict", arch);
+    }
     if (llama_model_has_encoder(&model)) {
         return format("architecture '%s' has an encoder, which is not supported", arch);
     }
@@ -181,6 +184,9 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     }
     if (hparams.ple_n_heads > 0) {
         return format("architecture '%s' looks up its neighbour tokens in the cache, which holes would break", arch);
+    }
+    if (hparams.router_layer >= 0) {
+        return format("architecture '%s' looks up in the cache which adapter is on, which holes would break", arch);
     }
     if (kv->other) {
         return format("the cache of architecture '%s' shares its cells with another context", arch);
