@@ -188,6 +188,7 @@ FAMILIES = {
     "llama4": wide(MOE, 4, 3),
     "deci": Family(),
     "falcon": Family(MULTI_QUERY),
+    "grok": Family(SOFTMAX_MOE),
     "gpt2": Family(MULTI_HEAD),
     "gptneox": Family(MULTI_HEAD | PARTIAL_ROPE | {"use_parallel_residual": True}),
     "mpt": Family(MULTI_HEAD | {"attention.max_alibi_bias": 8.0}),
@@ -319,8 +320,7 @@ REFUSED = {
         "rnd1": Family(SOFTMAX_MOE),
     },
     "has an encoder": {"t5": Family(T5), "t5encoder": Family(T5)},
-    "cannot be scored": {"llama-embed": Family(ENCODER)},
-    "needs flash attention": {"grok (no flash attention)": Family(SOFTMAX_MOE)},
+    "attends to later tokens": {"llama-embed": Family(ENCODER)},
     "which adapter is on": {"graniteswitch": Family(SCALES | ADAPTERS)},
     "no further than a sliding window": {"lfm2 (windows only)": window(CONV, 4)},
     "recurrent": {

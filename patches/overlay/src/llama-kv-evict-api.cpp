@@ -179,6 +179,9 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     if (llama_model_has_encoder(&model)) {
         return format("architecture '%s' has an encoder, which is not supported", arch);
     }
+    if (!hparams.causal_attn) {
+        return format("architecture '%s' attends to later tokens, too, which is not supported", arch);
+    }
     if (hparams.is_mla()) {
         return format("architecture '%s' uses multi-head latent attention (MLA), which is not supported", arch);
     }
@@ -196,9 +199,6 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     }
     if (cparams.kv_unified && cparams.n_seq_max > 1) {
         return format("a unified cache for n_seq_max = %u sequences is not supported (embeddings ask for one): use kv_unified = false", cparams.n_seq_max);
-    }
-    if (model.arch == LLM_ARCH_GROK && !cparams.flash_attn) {
-        return format("architecture '%s' needs flash attention to be scored", arch);
     }
     if (model.split_mode() == LLAMA_SPLIT_MODE_TENSOR || model.split_mode() == LLAMA_SPLIT_MODE_ROW) {
         return "split_mode row and tensor are not supported: use layer or none";
