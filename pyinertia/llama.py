@@ -168,8 +168,8 @@ class Llama(Chats):
             reason = "logits_all=True numbers the logits by position"
         elif not _native.can_close_gaps(self.ctx):
             reason = (
-                "the keys in this cache cannot be rotated (hybrid models, sliding windows without "
-                "swa_full=True, quantised keys of heads whose size is no multiple of 64)"
+                "the keys in this cache cannot be rotated (hybrid models, M-RoPE, sliding windows "
+                "without swa_full=True, quantised keys of heads whose size is no multiple of 64)"
             )
         if reason:
             self.close()

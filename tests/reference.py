@@ -114,3 +114,15 @@ def kv_move(a, src, dst, axis) -> np.ndarray:
     a = np.moveaxis(a.copy(), axis, 0)
     a[dst] = a[src]
     return np.moveaxis(a, 0, axis)
+
+
+def first_ranking(prob, lambda_=1.0, n_pool=1) -> np.ndarray:
+    """Scores once the first decode query was seen, [n_kv].
+
+    prob [n_query, n_layer, n_head, n_kv]: softmax of the window's queries and of that query
+    """
+    n_layer = prob.shape[1]
+    weights = lambda_ ** np.arange(n_layer - 1, -1, -1.0)
+    rows = np.einsum("l,tlhc->tc", weights / weights.sum(), prob) / prob.shape[2]
+    best, side = rows.max(axis=0), n_pool // 2
+    return np.array([best[max(0, c - side) : c + side + 1].mean() for c in range(len(best))])

@@ -1,7 +1,8 @@
 """The oracle: an unpatched llama.cpp of the same source, in a process of its own.
 
-`run(lib_dir, job)` starts this file as a script with LLAMA_CPP_LIB_PATH=lib_dir and returns its
-arrays. It uses llama-cpp-python's plain bindings only, nothing of pyinertia.
+`run(lib_dir, **job)` starts this file as a script with LLAMA_CPP_LIB_PATH=lib_dir and returns its
+arrays; a `Process` takes many jobs. It uses llama-cpp-python's plain bindings only, nothing of
+pyinertia.
 
 A job is a dict with
     model       path of the GGUF
@@ -13,6 +14,7 @@ and the result has
     logits      float32 [n_eval, n_vocab], after the last token of every eval
     attention   float32 [n_captured, n_layer, n_head, n_kv], softmax (flash_attn off), the captured
                 queries of all evals one after the other, n_kv of the last eval
+    layers      int [n_layer], with attention: the layers that have it
     state       uint8, with attention: the cells after the last step, see cache_state.py
 """
 
@@ -30,15 +32,47 @@ import numpy as np
 
 
 def run(lib_dir: Path, **job) -> dict[str, np.ndarray]:
-    with tempfile.TemporaryDirectory() as folder:
-        file, out = Path(folder) / "job.json", Path(folder) / "out.npz"
-        file.write_text(json.dumps({"n_capture": 0, **job, "model": str(job["model"])}))
-        env = {**os.environ, "LLAMA_CPP_LIB_PATH": str(lib_dir)}
-        done = subprocess.run(
-            [sys.executable, __file__, file, out], env=env, capture_output=True, text=True
-        )
-        if done.returncode:
-            msg = f"the stock build failed on {job.get('model')}:\n{done.stderr[-3000:]}"
+    with Process(lib_dir) as process:
+        return process.run(**job)
+
+
+class Process:
+    """Takes one job after the other, until its with statement ends."""
+
+    def __init__(self, lib_dir: Path) -> None:
+        self.lib_dir = lib_dir
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Process:
+        self.folder = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process:
+            self.process.communicate()  # closes its input, and it ends
+        self.folder.cleanup()
+
+    def run(self, **job) -> dict[str, np.ndarray]:
+        out, log = (Path(self.folder.name) / name for name in ("out.npz", "log"))
+        if not self.process:
+            env = {**os.environ, "LLAMA_CPP_LIB_PATH": str(self.lib_dir)}
+            with log.open("w") as stderr:
+                self.process = subprocess.Popen(
+                    [sys.executable, __file__],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+        job = {"n_capture": 0, **job, "model": str(job["model"]), "out": str(out)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        if not self.process.stdout.readline():
+            self.process.communicate()
+            self.process = None  # the next job gets another one
+            tail = log.read_text(errors="replace")[-3000:]
+            msg = f"the stock build failed on {job['model']}:\n{tail}"
             raise RuntimeError(msg)
         return dict(np.load(out))
 
@@ -79,7 +113,8 @@ class Attention:
 
     def end_batch(self) -> None:
         """Keep the last ubatch of the batch."""
-        layers = [self.layers[il][-1] for il in sorted(self.layers)]
+        self.indices = sorted(self.layers)
+        layers = [self.layers[il][-1] for il in self.indices]
         for t in range(len(layers[0])):
             self.rows.append([layer[t] for layer in layers])
         self.layers = {}
@@ -94,7 +129,7 @@ class Attention:
         return out
 
 
-def main(job: dict, out: str) -> None:
+def play(job: dict) -> dict[str, np.ndarray]:
     import llama_cpp as lc
 
     params = lc.llama_context_default_params()
@@ -115,7 +150,6 @@ def main(job: dict, out: str) -> None:
         capture = Attention(ctypes.CDLL(str(base)), job["n_capture"])
         params.cb_eval = lc.ggml_backend_sched_eval_callback(capture)
 
-    lc.llama_backend_init()
     model = lc.llama_model_load_from_file(job["model"].encode(), lc.llama_model_default_params())
     ctx = lc.llama_init_from_model(model, params)
     memory = lc.llama_get_memory(ctx)
@@ -150,12 +184,25 @@ def main(job: dict, out: str) -> None:
 
     arrays = {"logits": np.array(logits)}
     if capture:
-        arrays["attention"] = capture.array()
+        arrays["attention"], arrays["layers"] = capture.array(), np.array(capture.indices)
         arrays["state"] = np.zeros(lc.llama_state_seq_get_size(ctx, 0), np.uint8)
         data = arrays["state"].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         assert lc.llama_state_seq_get_data(ctx, data, arrays["state"].size, 0)
-    np.savez(out, **arrays)
+    lc.llama_free(ctx)
+    lc.llama_model_free(model)
+    return arrays
+
+
+def main() -> None:
+    import llama_cpp as lc
+
+    lc.llama_backend_init()
+    for line in sys.stdin:
+        job = json.loads(line)
+        np.savez(job.pop("out"), **play(job))
+        sys.stdout.write("done\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])
+    main()

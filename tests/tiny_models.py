@@ -25,32 +25,32 @@ def write_llama(
     path: Path, n_layer: int = N_LAYER, n_head: int = N_HEAD, eos: str = "</s>"
 ) -> Path:
     """A plain decoder with grouped queries (llama)."""
-    writer = _writer(path, "llama", n_layer, eos)
-    return _finish(writer, path, _decoder(writer, n_layer, n_head))
+    writer = start(path, "llama", n_layer, eos)
+    return finish(writer, path, _decoder(writer, n_layer, n_head))
 
 
 def write_chat(path: Path, template: str = CHAT_TEMPLATE) -> Path:
     """A plain decoder with a chat template."""
-    writer = _writer(path, "llama", N_LAYER)
+    writer = start(path, "llama", N_LAYER)
     writer.add_chat_template(template)
-    return _finish(writer, path, _decoder(writer, N_LAYER))
+    return finish(writer, path, _decoder(writer, N_LAYER))
 
 
 def write_longrope(path: Path, n_short: int) -> Path:
     """A llama whose RoPE factors differ above n_short positions."""
-    writer = _writer(path, "llama", N_LAYER)
+    writer = start(path, "llama", N_LAYER)
     writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(n_short)
     shapes = _decoder(writer, N_LAYER)
     shapes |= {
         f"rope_factors_{size}.weight": (N_EMBD // N_HEAD // 2,) for size in ("long", "short")
     }
-    return _finish(writer, path, shapes)
+    return finish(writer, path, shapes)
 
 
 def write_gemma3(path: Path, n_window: int = 32) -> Path:
     """A decoder whose layers see a sliding window, but for every sixth (gemma3)."""
-    writer = _writer(path, "gemma3", 6)
+    writer = start(path, "gemma3", 6)
     writer.add_sliding_window(n_window)
     shapes = _decoder(writer, 6)
     for il in range(6):
@@ -60,20 +60,20 @@ def write_gemma3(path: Path, n_window: int = 32) -> Path:
             f"blk.{il}.post_attention_norm.weight": (N_EMBD,),
             f"blk.{il}.post_ffw_norm.weight": (N_EMBD,),
         }
-    return _finish(writer, path, shapes)
+    return finish(writer, path, shapes)
 
 
 def write_deci(path: Path) -> Path:
     """A llama of which the middle layer has no attention, and the cache no cells for it (deci)."""
-    writer = _writer(path, "deci", 3)
+    writer = start(path, "deci", 3)
     shapes = _decoder(writer, 3, without=(1,))
     writer.add_rope_dimension_count(N_EMBD // N_HEAD)
-    return _finish(writer, path, {k: v for k, v in shapes.items() if "blk.1.attn" not in k})
+    return finish(writer, path, {k: v for k, v in shapes.items() if "blk.1.attn" not in k})
 
 
 def write_bert(path: Path) -> Path:
     """An encoder, which has no KV cache (bert)."""
-    writer = _writer(path, "bert", N_LAYER)
+    writer = start(path, "bert", N_LAYER)
     writer.add_head_count(N_HEAD)
     writer.add_layer_norm_eps(1e-5)
     writer.add_causal_attention(False)
@@ -95,13 +95,13 @@ def write_bert(path: Path) -> Path:
             **_affine(f"blk.{il}.ffn_down", N_EMBD, N_FF),
             **_affine(f"blk.{il}.layer_output_norm", N_EMBD),
         }
-    return _finish(writer, path, shapes)
+    return finish(writer, path, shapes)
 
 
 def write_mamba(path: Path) -> Path:
     """A recurrent model, whose state has no cells to evict (mamba)."""
     n_inner, n_conv, n_state, dt_rank = 2 * N_EMBD, 4, 8, 4
-    writer = _writer(path, "mamba", N_LAYER)
+    writer = start(path, "mamba", N_LAYER)
     writer.add_head_count(0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_ssm_conv_kernel(n_conv)
@@ -120,7 +120,7 @@ def write_mamba(path: Path) -> Path:
             f"blk.{il}.ssm_d": (n_inner,),
             f"blk.{il}.ssm_out.weight": (N_EMBD, n_inner),
         }
-    return _finish(writer, path, shapes)
+    return finish(writer, path, shapes)
 
 
 def _decoder(
@@ -154,11 +154,18 @@ def _affine(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
-def _writer(path: Path, architecture: str, n_layer: int, eos: str = "</s>") -> GGUFWriter:
+def start(
+    path: Path,
+    architecture: str,
+    n_layer: int,
+    eos: str = "</s>",
+    n_ff: int | list[int] = N_FF,
+) -> GGUFWriter:
+    """What all models share: sizes and the vocabulary of bytes."""
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(N_EMBD)
-    writer.add_feed_forward_length(N_FF)
+    writer.add_feed_forward_length(n_ff)
     writer.add_block_count(n_layer)
     writer.add_vocab_size(BOS + 2)
     writer.add_tokenizer_model("gpt2")
@@ -179,7 +186,8 @@ def _byte_tokens() -> list[str]:
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def _finish(writer: GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+def finish(writer: GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """Give every tensor seeded weights and write the file."""
     rng = np.random.default_rng(0)
     for name, shape in shapes.items():
         norm = "norm.weight" in name

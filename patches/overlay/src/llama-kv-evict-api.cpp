@@ -173,14 +173,23 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     if (!kv) {
         return format("architecture '%s' uses a cache that cannot be evicted from (recurrent, MLA, or several caches that mirror each other)", arch);
     }
+    if (kv->layers.empty()) {
+        return format("architecture '%s' looks back no further than a sliding window here, in any layer: nothing to evict", arch);
+    }
     if (llama_model_has_encoder(&model)) {
         return format("architecture '%s' has an encoder, which is not supported", arch);
+    }
+    if (!hparams.causal_attn) {
+        return format("architecture '%s' attends to later tokens, too, which is not supported", arch);
     }
     if (hparams.is_mla()) {
         return format("architecture '%s' uses multi-head latent attention (MLA), which is not supported", arch);
     }
     if (hparams.ple_n_heads > 0) {
         return format("architecture '%s' looks up its neighbour tokens in the cache, which holes would break", arch);
+    }
+    if (hparams.router_layer >= 0) {
+        return format("architecture '%s' looks up in the cache which adapter is on, which holes would break", arch);
     }
     if (kv->other) {
         return format("the cache of architecture '%s' shares its cells with another context", arch);
@@ -190,9 +199,6 @@ std::string llama_kv_evict::refuse(llama_context & ctx, llama_kv_cache * kv) {
     }
     if (cparams.kv_unified && cparams.n_seq_max > 1) {
         return format("a unified cache for n_seq_max = %u sequences is not supported (embeddings ask for one): use kv_unified = false", cparams.n_seq_max);
-    }
-    if (model.arch == LLM_ARCH_GROK && !cparams.flash_attn) {
-        return format("architecture '%s' needs flash attention to be scored", arch);
     }
     if (model.split_mode() == LLAMA_SPLIT_MODE_TENSOR || model.split_mode() == LLAMA_SPLIT_MODE_ROW) {
         return "split_mode row and tensor are not supported: use layer or none";

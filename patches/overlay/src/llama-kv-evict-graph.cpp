@@ -94,8 +94,15 @@ static size_t get_device(const llama_kv_evict & evict, const ggml_tensor * k) {
     return dev - evict.devices.begin();
 }
 
-static float get_softcap(const llama_hparams & hparams) {
-    return hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+// logits are softcap*tanh(scale*qk/softcap); Grok has both numbers in hparams of its own
+static float get_softcap(const llm_graph_context & graph) {
+    const bool has_softcap = graph.hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK;
+
+    return has_softcap ? graph.hparams.f_attn_logit_softcapping : 0.0f;
+}
+
+static float get_scale(const llm_graph_context & graph, float kq_scale) {
+    return graph.arch == LLM_ARCH_GROK ? graph.hparams.f_attn_out_scale : kq_scale;
 }
 
 ggml_tensor * build_kv_attn(
@@ -119,8 +126,7 @@ ggml_tensor * build_kv_attn(
 
     auto * inp = get_input(graph, evict); // it tells when a graph without the op is out of date, too
 
-    // the attention of Grok has a tanh of its own
-    if (!inp->fused || kq_b || v_mla || graph.arch == LLM_ARCH_GROK) {
+    if (!inp->fused || kq_b || v_mla) {
         return nullptr;
     }
 
@@ -132,8 +138,6 @@ ggml_tensor * build_kv_attn(
     if (!dev || ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
         return nullptr;
     }
-
-    const auto & hparams = graph.hparams;
 
     ggml_tensor *  rows = nullptr;
     ggml_tensor ** last = nullptr;
@@ -147,7 +151,7 @@ ggml_tensor * build_kv_attn(
     }
 
     ggml_tensor * cur = ggml_kv_attn(graph.ctx0, q, k, v, kq_mask, sinks, rows, rows ? inp->coef : nullptr, rows ? inp->row_idx : nullptr, il,
-            kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last && !*last);
+            get_scale(graph, kq_scale), graph.hparams.f_max_alibi_bias, get_softcap(graph), last && !*last);
     if (!ggml_backend_dev_supports_op(dev, cur)) {
         return nullptr;
     }
@@ -186,14 +190,12 @@ void build_kv_mass(
 
     ggml_tensor *& last = inp->last[i];
 
-    const auto & hparams = graph.hparams;
-
     if (evict->kind() != GGML_KV_KIND_VALUE_NORM) {
         v = nullptr;
     }
 
     ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : evict->devices[i].rows, q, k, v, kq_mask, sinks, inp->coef, inp->row_idx,
-            evict->kind(), evict->heads(), il, kq_scale, hparams.f_max_alibi_bias, get_softcap(hparams), last == nullptr);
+            evict->kind(), evict->heads(), il, get_scale(graph, kq_scale), graph.hparams.f_max_alibi_bias, get_softcap(graph), last == nullptr);
     graph.cb(cur, "kv_mass", il);
 
     ggml_build_forward_expand(graph.gf, cur);
