@@ -290,6 +290,27 @@ def test_a_piped_chat_answers_line_by_line(tiny, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_slip_of_typing_ends_no_chat(tiny, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    paths = (".", "/", "~nobody-is-called-so/x", "folder", "no/x", "a\0b", "x" * 300)
+    slips = [f"/save {path}" for path in paths] + [f"/load {path}" for path in paths]
+    slips.append("/load deep.json")
+    text = "\n".join(["one", *slips]).encode() + b"\n\xff two\n\xff\\\nlines\n/save chat.json\n"
+    arguments = ["-m", tiny, "-t", "1", "--temp", "0", "-n", "12"]
+    done = call("chat", *arguments, stdin=text, cwd=tmp_path)
+    said = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [m["content"] for m in said if m["role"] == "user"] == ["one"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(slips) + 2
+    assert (
+        errors[-1]
+        == errors[-2]
+        == ("error: this message is not UTF-8 text and is left out; convert it")
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {"folder", "chat.json", "deep.json"}
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny):
     endless = ["-t", "1", "--temp", "0", "-c", "10000000", "-n", "-1"]
     with start("chat", "-m", tiny, *endless) as process:

@@ -140,6 +140,8 @@ def test_the_prompt_comes_from_anywhere(tiny, tmp_path):
     assert said("-f", file) == first
     assert said("-f", "-", stdin="Once upon a time") == first
     assert said(stdin="Once upon a time") == first
+    file.write_text("Once upon a time\n", encoding="utf-16")
+    assert said("-f", file) == first
     page = tmp_path / "page.html"
     page.write_text("<p>Once <b>upon</b> a time</p>")
     assert said("-f", page) == first
@@ -177,6 +179,8 @@ def test_run_samples_as_it_is_told(tiny):
 
 def bad_inputs(tiny: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], str]]:
     (tmp_path / "latin1.txt").write_bytes("Café".encode("latin-1"))
+    (tmp_path / "nul.txt").write_bytes(b"abc\0def")
+    (tmp_path / "latin1.html").write_bytes(b"<p>\xe9\xe9\xe9\xe9")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
     run: list[str | Path] = ["run", "-m", tiny, *ONE, "-n", "4"]
     return {
@@ -189,7 +193,12 @@ def bad_inputs(tiny: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], 
         "empty prompt": ([*run, " "], "the prompt is empty"),
         "empty stdin": (run, "the prompt is empty"),
         "missing file": ([*run, "-f", "no.txt"], "no.txt: No such file"),
-        "latin-1": ([*run, "-f", tmp_path / "latin1.txt"], "is not UTF-8 text (byte 3)"),
+        "latin-1": (
+            [*run, "-f", tmp_path / "latin1.txt"],
+            "latin1.txt: not utf-8 text (byte 3); convert it",
+        ),
+        "binary": ([*run, "-f", tmp_path / "nul.txt"], "nul.txt: binary, not text (a NUL"),
+        "latin-1 page": ([*run, "-f", tmp_path / "latin1.html"], "not utf-8 text; convert it"),
         "too long": ([*run, "-c", "64", "x" * 100], "the prompt has 101 tokens"),
         "policy": ([*run, "--kv-policy", "inertia", "hi"], "Did you mean 'inertiakv'"),
         "budget": ([*run, "--kv-budget", "many", "hi"], "must be a number of cells (1024)"),
@@ -223,6 +232,8 @@ def bad_inputs(tiny: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], 
         "empty stdin",
         "missing file",
         "latin-1",
+        "binary",
+        "latin-1 page",
         "too long",
         "policy",
         "budget",

@@ -154,3 +154,47 @@ def test_every_format_has_a_reader_and_is_in_the_help():
 
     assert {".txt", ".md", ".html", ".pdf", ".jsonl"} <= set(FORMATS)
     assert all(kind in suffixes() for kind in FORMATS)
+
+
+def test_a_line_is_the_same_whatever_ends_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = b'{"text": "one"}'
+    for data in (line, line + b"\n", line + b"\r\n", line + b"\r", line + b"\n" + line):
+        path.write_bytes(data)
+        found = [*read(str(path))]
+        assert {one.sha256 for one in found} == {hashlib.sha256(line).hexdigest()}
+        assert sum(one.n_bytes for one in found) == len(data)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_a_line_that_is_too_long_is_told_by_all_of_it(end, tmp_path, monkeypatch):
+    monkeypatch.setattr("pyinertia.documents.jsonl.CHUNK", 7)
+    path = tmp_path / "a.jsonl"
+    seen = set()
+    for middle in (b"b", b"c", b"\r", b"\r\r"):
+        for n in range(1000, 1010):  # all places of a chunk's end
+            line = b"a" * n + middle + b"a" * 300
+            path.write_bytes(line + end)
+            found = only(read(str(path), n_most=1000))
+            assert isinstance(found, DocumentError)
+            assert found.sha256 == hashlib.sha256(line).hexdigest()
+            assert found.n_bytes == len(line + end)
+            seen.add(found.sha256)
+    assert len(seen) == 40
+
+
+@pytest.mark.parametrize("encoding", ["hex", "rot13", "utf-9", "undefined", "idna"])
+def test_an_encoding_of_no_use_spoils_no_run(encoding, tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(b'{"text": "\xff"}\n')
+        found = only(read(str(tmp_path / name), encoding=encoding))
+        assert f"not {encoding} text (" in str(found)
+
+
+def test_what_a_line_holds_cannot_speak_to_the_terminal(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"\x1b[2J": 1, "\x07" * 999: 2}) + "\n")
+    message = str(only(read(str(path))))
+    assert message.isprintable()
+    assert r"it has \x1b[2J, \x07" in message
+    assert len(message) < 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ def main(
         talk = Conversation(llm, sampling, system, lambda text: say(f"note: {text}"))
         if not talk.template.is_own:
             say("note: the model has no chat template, so ChatML is used; is it made for chats?")
+        if isinstance(sys.stdin, io.TextIOWrapper):  # one bad byte must not end the chat
+            sys.stdin.reconfigure(errors="surrogateescape")
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 - input() then has a history
@@ -85,12 +88,21 @@ def _lines() -> Iterator[str]:
         if line.endswith("\\"):
             parts.append(line[:-1])
             continue
-        text = "\n".join([*parts, line]).strip()
+        yield from _message([*parts, line])
         parts = []
-        if text:
-            yield text
-    if rest := "\n".join(parts).strip():
-        yield rest
+    yield from _message(parts)
+
+
+def _message(lines: list[str]) -> Iterator[str]:
+    """What the lines say together, if it is text."""
+    text = "\n".join(lines).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are no text came in as halves of surrogate pairs
+        say("error: this message is not UTF-8 text and is left out; convert it")
+        return
+    if text:
+        yield text
 
 
 def _typed(prompt: str) -> str:
@@ -170,7 +182,11 @@ def _command(talk: Conversation, llm: Llama, text: str) -> bool:
         if not argument:
             msg = f"{name} needs a file: {name} chat.json"
             raise CommandError(msg)
-        path = Path(argument).expanduser()
+        try:
+            path = Path(argument).expanduser()
+        except RuntimeError as error:
+            msg = f"{name} {argument}: {error}; pass another path"
+            raise CommandError(msg) from error
         if name == "/save":
             talk.save(path)
             say(f"[{len(talk.messages)} messages are in {path}]")

@@ -16,6 +16,7 @@ from pyinertia.cli import memory
 from pyinertia.cli.generation import Generation
 from pyinertia.cli.options import SamplingOptions
 from pyinertia.cli.template import ChatTemplate, Message
+from pyinertia.cli.whole import write_whole
 from pyinertia.errors import CommandError
 
 if TYPE_CHECKING:
@@ -151,12 +152,10 @@ class Conversation:
         """
         record = {"messages": [*self._system, *self.messages]}
         text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
-        beside = path.with_name(path.name + ".part")
         try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
-        except OSError as error:
-            msg = f"{path} cannot be written: {error.strerror}"
+            write_whole(path, [text.encode(errors="backslashreplace")])
+        except (OSError, ValueError) as error:  # some paths are none: ".", one with a NUL
+            msg = f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
             raise CommandError(msg) from error
 
     def load(self, path: Path) -> None:
@@ -171,7 +170,7 @@ class Conversation:
         except OSError as error:
             msg = f"{path} cannot be read: {error.strerror}"
             raise CommandError(msg) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             msg = f"{path} holds no conversation; /save writes one"
             raise CommandError(msg) from error
         system = [m for m in spoken[:1] if m["role"] == "system"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -46,6 +47,8 @@ class Group(TyperGroup):
         Ends with 2 if it cannot do what it was asked for, 1 on another error, 130 on Ctrl-C and
         141 if nobody reads.
         """
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a console need not know all characters
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

@@ -33,11 +33,20 @@ def model_path(options: ModelOptions) -> Path:
 
         return hub.fetch(options.hf)
     path: Path = options.model  # type: ignore[assignment]
+    check_file(path)
+    return path
+
+
+def check_file(path: Path) -> None:
+    """Refuse a model that is no file.
+
+    Raises:
+        ModelError: It is not.
+    """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
-        msg = f"{path} {what}; pass a GGUF file with -m"
+        msg = f"{path} {what}; pass a GGUF file"
         raise ModelError(msg)
-    return path
 
 
 def open_model(

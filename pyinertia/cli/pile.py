@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyinertia.cli.journal import Journal, Record
 from pyinertia.cli.progress import Meter
-from pyinertia.cli.sinks import Sink
+from pyinertia.cli.sinks import NotWrittenError, Sink, name_of
 from pyinertia.documents import Document, DocumentError, Source, read, shown
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class Pile:
 
     def work(self, summarise: Summarise) -> None:
         """Do all documents that are not done yet; a stop in between loses none that is done."""
+        for record in self._sink.missing(self._journal.records if self._journal else ()):
+            if why := self._put(record):
+                self._meter.failed(name_of(record), 0, why)
         texts = self._texts()
         for first in texts:  # without one, no model is loaded
             with closing(summarise(chain([first], texts))) as summaries:  # type: ignore[type-var]
@@ -81,10 +84,9 @@ class Pile:
 
     def _take(self, summary: Summary) -> None:
         document = self._reading.pop(summary.index)
-        name = shown(document.path) + (f", line {document.line}" if document.line else "")
         facts = {count: getattr(summary, count) for count in COUNTS}
         facts["seconds"] = round(summary.seconds, 3)
-        self._keep(
+        record, why = self._keep(
             document.path,
             document.line,
             document.sha256,
@@ -93,16 +95,24 @@ class Pile:
             error=summary.error,
             **facts,
         )
-        if summary.error:
-            self._meter.failed(name, document.n_bytes, summary.error)
+        name = name_of(record)
+        if summary.error or why:
+            self._meter.failed(name, document.n_bytes, summary.error or why)
         else:
             dropped = f", {summary.n_evicted:,} dropped" if summary.n_evicted else ""
             what = f"{summary.n_tokens:,} tokens{dropped}"
             self._meter.done(name, document.n_bytes, what)
 
-    def _keep(self, path: str, line: int, sha256: str, **rest: Any) -> None:
+    def _keep(self, path: str, line: int, sha256: str, **rest: Any) -> tuple[Record, str]:
         record: Record = {"path": path, "line": line, "sha256": sha256, **rest}
         record["settings"] = self._settings
-        self._sink.put(record)
-        if self._journal is not None:
+        if self._journal is not None:  # first, for the output can be made from it
             self._journal.add(record)
+        return record, self._put(record)
+
+    def _put(self, record: Record) -> str:
+        try:
+            self._sink.put(record)
+        except NotWrittenError as error:
+            return str(error)
+        return ""

@@ -10,7 +10,7 @@ import typer
 
 from pyinertia.cli.group import say
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
-from pyinertia.documents import DocumentError, read
+from pyinertia.documents import DocumentError, plain, read
 from pyinertia.errors import CommandError
 
 if TYPE_CHECKING:
@@ -164,19 +164,18 @@ def read_prompt(text: str | None, file: Path | None) -> tuple[str, str]:
 
 
 def _file_text(file: Path | None) -> str:
-    if file is not None and file.suffix.lower() in (".html", ".htm", ".pdf"):
-        (found,) = read(str(file))
-        if isinstance(found, DocumentError):
-            msg = f"{file}: {found}"
-            raise CommandError(msg)
-        return found.text
     stdin = file is None or str(file) == "-"
-    data = sys.stdin.buffer.read() if stdin or file is None else file.read_bytes()
     try:
-        return data.decode("utf-8-sig").removesuffix("\n")  # editors end a file with one
-    except UnicodeDecodeError as error:
-        name = "stdin" if stdin else file
-        msg = f"{name} is not UTF-8 text (byte {error.start}); convert it"
+        if file is not None and file.suffix.lower() in (".html", ".htm", ".pdf"):
+            (found,) = read(str(file))
+            if isinstance(found, DocumentError):
+                raise found
+            return found.text
+        data = sys.stdin.buffer.read() if stdin or file is None else file.read_bytes()
+        return plain.text(data, "utf-8").removesuffix("\n")  # editors end a file with one
+    except DocumentError as error:
+        why = str(error).replace(", or say what it is with --encoding", "")  # not here
+        msg = f"{'stdin' if stdin else file}: {why}"
         raise CommandError(msg) from error
 
 

@@ -1,28 +1,52 @@
-"""Where summaries go: JSON lines, one Markdown file, or a file per document."""
+"""Where summaries go: JSON lines, one Markdown file, or a file per document.
+
+The journal has every result first. What it has and the output lacks is put there when the output is
+opened, so nothing that happens to the output loses a result.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import re
 import sys
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
-from pyinertia.cli.journal import Record
-from pyinertia.documents import STDIN, shown
-from pyinertia.errors import CommandError
+from pyinertia.cli.journal import Journal, Record
+from pyinertia.cli.whole import write_whole
+from pyinertia.documents import STDIN, has_lines, shown
+from pyinertia.errors import CommandError, PyInertiaError
 
 JSONL, MARKDOWN, FILES = FORMATS = ("jsonl", "markdown", "files")
 JOURNAL = "summaries.jsonl"  # in the folder of files
+
+# a folder of documents that is called as a file of ours could be
+_LIKE_OURS = re.compile(r"\.(md|jsonl)(\.part|\.lock)?$", re.IGNORECASE)
+# the end of a name that holds a hash
+_HASHED = re.compile(r"\.([0-9a-f]{8}|[0-9a-f]{16})$")
+
+
+class NotWrittenError(PyInertiaError):
+    """One result has no place in the output, others may have."""
 
 
 class Sink(Protocol):
     """Takes results as they come."""
 
+    def missing(self, records: Iterable[Record]) -> Iterable[Record]:
+        """Those of earlier runs that the output lacks, oldest first."""
+
     def put(self, record: Record) -> None:
-        """Take a result, before it is in the journal; again if that run was killed meanwhile."""
+        """Take a result that the journal has.
+
+        Raises:
+            NotWrittenError: There is no place for it.
+            OSError: There is no place for any.
+        """
 
     def close(self) -> None:
         """Take no more."""
@@ -53,35 +77,53 @@ def journal_path(form: str, out: Path | None) -> Path | None:
     return out if form == JSONL else out.with_name(out.name + ".jsonl")
 
 
-def open_sink(form: str, out: Path | None, before: Iterable[Record]) -> Sink:
-    """Open the output; what an earlier run did is in it.
+def written(form: str, out: Path, records: Iterable[Record]) -> Iterator[Path]:
+    """The files that a run with these records writes, or has written."""
+    yield journal_path(form, out) or out
+    if form == MARKDOWN:
+        yield out
+    if form == FILES:
+        yield from (out / file_name(record) for record in records if not record["error"])
+
+
+def open_sink(form: str, out: Path | None, journal: Journal | None, paths: Iterable[str]) -> Sink:
+    """Open the output for the results of some documents.
 
     Raises:
-        CommandError: It cannot be written.
+        CommandError: It cannot be written, or holds what no earlier run wrote.
     """
-    if form == FILES and out is not None:
-        return _Files(out)
+    if out is None or journal is None:
+        return _Markdown(sys.stdout) if form == MARKDOWN else _Lines()
     if form == JSONL:
-        return _Lines() if out is None else _Nowhere()
-    if out is None:
-        return _Markdown(sys.stdout)
-    records = list(before)
-    if not records and out.exists() and out.stat().st_size:
-        msg = f"-o {out} is there and no earlier run wrote it; delete it, or pass another -o"
-        raise CommandError(msg)
+        return _Nowhere()
+    if form == FILES:
+        ours = {*written(form, out, journal.records)}
+        for path in paths:
+            if has_lines(path):  # nobody else calls a file as those of lines are
+                continue
+            file = out / file_name({"path": path, "line": 0})
+            if file not in ours and os.path.lexists(file):
+                raise _foreign(file)
+        return _Files(out)
+    if journal.is_new and out.exists() and out.stat().st_size:
+        raise _foreign(out)
     try:
-        file = out.open("w", encoding="utf-8", errors="backslashreplace")
+        return _Markdown(out.open("w", encoding="utf-8", errors="backslashreplace"))
     except OSError as error:
         msg = f"-o {out} cannot be written ({error.strerror}); pass another one"
         raise CommandError(msg) from error
-    sink = _Markdown(file)
-    for record in records:
-        sink.put(record)
-    return sink
+
+
+def _foreign(path: Path) -> CommandError:
+    msg = f"{path} is there and no earlier run wrote it; move or delete it, or pass another -o"
+    return CommandError(msg)
 
 
 class _Nowhere:
     """The journal is the output."""
+
+    def missing(self, records: Iterable[Record]) -> Iterable[Record]:
+        return ()
 
     def put(self, record: Record) -> None:
         pass
@@ -93,6 +135,9 @@ class _Nowhere:
 class _Lines:
     """JSON lines on stdout."""
 
+    def missing(self, records: Iterable[Record]) -> Iterable[Record]:
+        return ()
+
     def put(self, record: Record) -> None:
         sys.stdout.write(json.dumps(record) + "\n")
         sys.stdout.flush()
@@ -102,10 +147,13 @@ class _Lines:
 
 
 class _Markdown:
-    """A heading and a summary per document."""
+    """A heading and a summary per document, in a file that is made anew each time."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
+
+    def missing(self, records: Iterable[Record]) -> Iterable[Record]:
+        return records
 
     def put(self, record: Record) -> None:
         self._file.write(markdown(record) + "\n")
@@ -122,25 +170,45 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    def missing(self, records: Iterable[Record]) -> Iterable[Record]:
+        """Those without a file, or whose file is of an older content; what was edited stays."""
+        results: dict[str, list[Record]] = {}
+        for record in records:
+            if not record["error"]:
+                results.setdefault(file_name(record), []).append(record)
+        for name, (*older, newest) in results.items():
+            try:
+                there = (self._folder / name).read_bytes()
+            except OSError:
+                yield newest
+            else:
+                if there in map(_encoded, older):
+                    yield newest
+
     def put(self, record: Record) -> None:
         if record["error"]:
             return
-        path = self._folder / file_name(record["path"], record["line"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".part")
-        with closing(beside.open("w", encoding="utf-8", errors="backslashreplace")) as file:
-            file.write(markdown(record))
-        beside.replace(path)
+        path = self._folder / file_name(record)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, [_encoded(record)])
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            msg = f"{shown(str(path))} cannot be written ({error.strerror}); the journal has it"
+            raise NotWrittenError(msg) from error
 
     def close(self) -> None:
         pass
 
 
+def _encoded(record: Record) -> bytes:
+    return markdown(record).encode(errors="backslashreplace")
+
+
 def markdown(record: Record) -> str:
     """A result for people."""
-    title = "stdin" if record["path"] == STDIN else shown(record["path"])
-    if record["line"]:
-        title += f", line {record['line']}"
+    title = name_of(record)
     if record["error"]:
         return f"## {title}\n\nNot summarised: {record['error']}\n"
     how = f"{record['n_tokens']:,} tokens"
@@ -153,16 +221,35 @@ def markdown(record: Record) -> str:
     return f"## {title}\n\n{record['summary']}\n\n*{how}.*\n"
 
 
-def file_name(path: str, line: int) -> str:
-    """The file for a document, relative to the folder; no two documents have the same."""
-    special = {"..": "__", Path(path).anchor: "_root"}
-    name = "/".join(special.get(part, part) for part in Path(path).parts)
+def name_of(record: Record) -> str:
+    """What people call a document, in one line."""
+    name = "stdin" if record["path"] == STDIN else shown(record["path"])
+    return f"{name}, line {record['line']}" if record["line"] else name
+
+
+def file_name(record: Record) -> str:
+    """The file for a result, relative to the folder.
+
+    It is the document's path. A line of a JSONL file is told by its number and its content, for the
+    next edit may move it. A path that has no place in the folder as it is, or that could be
+    another's, has its hash in the name. So no two documents have the same file.
+    """
+    path, line = record["path"], record["line"]
+    *folders, last = [_inside(part, path) for part in Path(path).parts]
+    folders = [_LIKE_OURS.sub("_", part) for part in folders]
     if path == STDIN:
-        name = "stdin"
-    if line:
-        name += f".{line}"
-    if len(name.rpartition("/")[2].encode(errors="replace")) > 240:  # a name has at most 255 bytes
-        digest = hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()[:16]
-        folder, slash, last = name.rpartition("/")
-        name = f"{folder}{slash}{last.encode()[:200].decode(errors='ignore')}.{digest}"
-    return f"{name}.md"
+        last = "stdin"
+    tail = f".{line}.{record['sha256'][:8]}" if line else ""
+    other = "/".join([*folders, last]) != Path(path).as_posix() or _HASHED.search(last)
+    if other or len(last.encode(errors="replace")) + len(tail) > 240:  # of the 255 a name has
+        last = f"{last.encode(errors='ignore')[:200].decode(errors='ignore')}.{_hash(path)}"
+    return "/".join([*folders, f"{last}{tail}.md"])
+
+
+def _inside(part: str, path: str) -> str:
+    """A part of a path that leads nowhere else."""
+    return {"..": "__", Path(path).anchor: "_root"}.get(part, part)
+
+
+def _hash(path: str) -> str:
+    return hashlib.sha256(path.encode(errors="surrogatepass")).hexdigest()[:16]

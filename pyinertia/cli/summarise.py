@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -18,7 +18,7 @@ from pyinertia.cli.models import in_flags, keywords, model_path, warnings_as_not
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
 from pyinertia.cli.pile import Pile
 from pyinertia.cli.progress import Meter
-from pyinertia.documents import STDIN, find, suffixes
+from pyinertia.documents import STDIN, Source, find, shown, suffixes
 from pyinertia.errors import CommandError, PolicyError, PyInertiaError
 
 if TYPE_CHECKING:
@@ -165,14 +165,7 @@ def main(
     """Find the documents, do what is left of them."""
     _check(encoding, sampling, kv, context)
     journal_path = sinks.journal_path(form, out)
-    sources = [
-        source
-        for source in find(names, lambda text: say(f"note: {text}"))
-        if not _is_output(source.path, out, journal_path)
-    ]
-    if not sources:
-        msg = f"all documents are where the output goes, -o {out}; pass another one"
-        raise CommandError(msg)
+    found = find(names, lambda text: say(f"note: {text}"))
     path = model_path(model)
     settings = {
         "model": path.name,
@@ -188,11 +181,19 @@ def main(
             if hasattr(group, name)
         },
     }
-    journal = Journal(journal_path, settings, FLAGS, retry) if journal_path else None
+    journal = Journal(journal_path, settings, FLAGS) if journal_path else None
+    n_left = 0
     with ExitStack() as stack:
         if journal:
             stack.callback(journal.close)
-        sink = sinks.open_sink(form, out, journal.records if journal else ())
+        ours = [*sinks.written(form, out, journal.records)] if out and journal else []
+        sources = _documents(found, {*map(os.path.normpath, names)}, ours)
+        paths = {source.path for source in sources}
+        if journal and retry:
+            journal.try_again(paths)
+        elif journal:
+            n_left = sum(bool(one["error"]) and one["path"] in paths for one in journal.records)
+        sink = sinks.open_sink(form, out, journal, paths)
         stack.callback(sink.close)
         meter = stack.enter_context(Meter(sum(source.n_bytes for source in sources), quiet))
         stack.enter_context(warnings_as_notes(silent=kv.kv_budget is None))
@@ -202,15 +203,14 @@ def main(
             pile.work(
                 partial(_summarise, path, model, context, sampling, kv, instruction, part, parallel)
             )
+            if journal:
+                journal.finish()
         except KeyboardInterrupt:
             stopped = True
-    n_failed = meter.n_failed
-    if journal and not retry:
-        n_failed += sum(bool(record["error"]) for record in journal.records) - n_failed
-    _say_end(meter, journal, stopped, quiet)
+    _say_end(meter, journal, n_left, stopped, quiet)
     if stopped:
         raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(1 if n_failed else 0)
+    raise typer.Exit(1 if meter.n_failed or n_left else 0)
 
 
 def _check(
@@ -223,8 +223,8 @@ def _check(
         PolicyError: The policy is unknown, or its values do not go together.
     """
     try:
-        codecs.lookup(encoding)
-    except LookupError as error:
+        "a".encode(encoding)  # codecs that give no text, as hex, are known too
+    except (LookupError, UnicodeError) as error:
         msg = f"--encoding {encoding} is not known; utf-8, latin-1 or cp1252 are"
         raise CommandError(msg) from error
     if sampling.n_predict < 1:
@@ -299,22 +299,46 @@ def _summarise(
         raise CommandError(str(error)) from error
 
 
-def _is_output(path: str, out: Path | None, journal: Path | None) -> bool:
-    """Whether a file that was found is what this command writes."""
-    if out is None or path == STDIN:
-        return False
-    found, written = Path(path).absolute(), Path(out).absolute()
-    return found == written or written in found.parents or found == (journal or out).absolute()
+def _documents(found: list[Source], names: set[str], ours: list[Path]) -> list[Source]:
+    """What was found and is not ours, whatever it is called and whatever links lead to it.
+
+    Raises:
+        CommandError: Nothing is left.
+    """
+    written = {_identity(path) for path in ours} - {None}
+    documents = []
+    for source in found:
+        if source.path == STDIN or _identity(source.path) not in written:
+            documents.append(source)
+        elif source.path in names:
+            say(f"note: {shown(source.path)} is written with this -o, so it is not read")
+    if not documents:
+        msg = "all documents are written with this -o, so none is read; name others"
+        raise CommandError(msg)
+    return documents
 
 
-def _say_end(meter: Meter, journal: Journal | None, stopped: bool, quiet: bool) -> None:
+def _identity(path: Path | str) -> tuple[int, int] | None:
+    """What is the same for all names of a file; None if there is none."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - paths stay text
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _say_end(
+    meter: Meter, journal: Journal | None, n_left: int, stopped: bool, quiet: bool
+) -> None:
     counts = [f"{meter.n_done} done"]
     if meter.n_failed:
         counts.append(f"{meter.n_failed} failed")
     if journal and journal.n_before:
         counts.append(f"{journal.n_before} done before")
+    if n_left:
+        counts.append(f"{n_left} failed before")
     if stopped:
         goes_on = "; the same command goes on" if journal else ", and gone without -o"
         say(f"stopped: {', '.join(counts)}{goes_on}")
-    elif meter.n_failed or not quiet:
+    elif meter.n_failed or n_left or not quiet:
         say(", ".join(counts) + (f"; {journal.path}" if journal else ""))

@@ -6,7 +6,7 @@ and one line in formats.py.
 
 from pyinertia.documents.document import Document, DocumentError, shown
 from pyinertia.documents.find import STDIN, Source, find
-from pyinertia.documents.formats import FORMATS, suffixes
+from pyinertia.documents.formats import FORMATS, has_lines, suffixes
 from pyinertia.documents.reading import read
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "DocumentError",
     "Source",
     "find",
+    "has_lines",
     "read",
     "shown",
     "suffixes",

@@ -16,7 +16,7 @@ class Document:
         path: The file, as it was named; "-" is stdin.
         line: The line of a JSONL file, from 1 on; 0 elsewhere.
         text: Without surrogates; empty only if the document is known already.
-        sha256: Of the file, or of the line, before it became text.
+        sha256: Of the file, or of the line without its end, before it became text.
         n_bytes: Of the file, or of the line.
     """
 

@@ -28,6 +28,11 @@ def reader(path: str) -> Reader:
     return READERS.get(Path(path).suffix.lower(), plain.text)
 
 
+def has_lines(path: str) -> bool:
+    """Whether a file has a document per line."""
+    return Path(path).suffix.lower() == JSONL
+
+
 def suffixes() -> str:
     """All known suffixes in one line."""
     return " ".join(FORMATS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from pyinertia.documents import plain
-from pyinertia.documents.document import Document, DocumentError, hash_of
+from pyinertia.documents.document import Document, DocumentError, shown
+
+CHUNK = 2**20  # bytes of a line that is too long
 
 
 def documents(
@@ -27,23 +30,19 @@ def documents(
         field: The field with the text.
         encoding: Of the file, if it has no byte order mark of UTF-8.
         n_most: Most bytes of a line.
-        known: Whether a line with this hash is known; its text is then left empty.
+        known: Whether a line with this hash, its end left out, is known; its text is then left
+            empty.
     """
     number = 0
     while line := file.readline(n_most + 1):
         number += 1
-        n_bytes = len(line)
         if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            yield DocumentError("UTF-16, JSON lines are UTF-8; convert it", n_bytes=n_bytes)
+            yield DocumentError("UTF-16, JSON lines are UTF-8; convert it", n_bytes=len(line))
             return
+        sha256, n_bytes = _identity(file, line)
         whole = n_bytes <= n_most
-        while not line.endswith(b"\n") and (rest := file.readline(n_most)):
-            n_bytes += len(rest)
-            line = rest
-            whole = False
         if whole and not line.strip():
             continue
-        sha256 = hash_of(line)
         if known(sha256):
             yield Document(path=path, line=number, text="", sha256=sha256, n_bytes=n_bytes)
             continue
@@ -58,6 +57,19 @@ def documents(
             yield Document(path=path, line=number, text=text, sha256=sha256, n_bytes=n_bytes)
 
 
+def _identity(file: BinaryIO, line: bytes) -> tuple[str, int]:
+    """Hash and bytes of a line, of which the rest is still in the file; its end does not count."""
+    hashed, kept, n_bytes = hashlib.sha256(), b"", 0
+    while line:
+        n_bytes += len(line)
+        line = kept + line
+        hashed.update(line[:-2])
+        kept = line[-2:]
+        line = b"" if kept.endswith(b"\n") else file.readline(CHUNK)
+    hashed.update(kept.removesuffix(b"\n").removesuffix(b"\r"))
+    return hashed.hexdigest(), n_bytes
+
+
 def _text(line: str, number: int, field: str) -> str:
     try:
         record: Any = json.loads(line)
@@ -68,7 +80,7 @@ def _text(line: str, number: int, field: str) -> str:
         msg = f"line {number} is no object; each must be one, as in {{{json.dumps(field)}: ...}}"
         raise DocumentError(msg)
     if field not in record:
-        there = ", ".join(map(str, record)) or "none"
+        there = shown(", ".join(record)[:200])[:200] or "none"
         msg = f"line {number} has no field {field!r}, it has {there}; name one with --field"
         raise DocumentError(msg)
     text = record[field]

@@ -27,9 +27,10 @@ def text(data: bytes, encoding: str) -> str:
     )
     try:
         decoded = data[len(mark) :].decode(encoding)
-    except UnicodeDecodeError as error:
-        at = error.start + len(mark)
-        msg = f"not {encoding} text (byte {at}); convert it, or say what it is with --encoding"
+    except (UnicodeError, LookupError) as error:
+        start = getattr(error, "start", None)
+        where = error if start is None else f"byte {start + len(mark)}"
+        msg = f"not {encoding} text ({where}); convert it, or say what it is with --encoding"
         raise DocumentError(msg) from error
     if "\0" in decoded:
         msg = f"binary, not text (a NUL at character {decoded.index(chr(0))}); leave it out"

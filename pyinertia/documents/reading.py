@@ -7,13 +7,12 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from pyinertia.documents import jsonl, plain
 from pyinertia.documents.document import Document, DocumentError, hash_of
 from pyinertia.documents.find import STDIN
-from pyinertia.documents.formats import JSONL, reader
+from pyinertia.documents.formats import has_lines, reader
 
 N_BYTES = 256 * 2**20  # most of a document; a long novel has 3 MB
 
@@ -47,7 +46,7 @@ def read(
     """
     try:
         with _opened(path) as file:
-            if Path(path).suffix.lower() == JSONL:
+            if has_lines(path):
                 yield from jsonl.documents(file, path, field, encoding, n_most, known)
             else:
                 yield _whole(file, path, encoding, n_most, known)

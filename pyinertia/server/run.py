@@ -13,7 +13,8 @@ from types import FrameType
 import uvicorn
 
 from pyinertia.cli.group import say
-from pyinertia.errors import CommandError, ModelError
+from pyinertia.cli.models import check_file
+from pyinertia.errors import CommandError
 from pyinertia.server.app import create_app
 from pyinertia.server.model import Models
 from pyinertia.server.settings import ModelSettings, ServerSettings
@@ -45,7 +46,7 @@ def serve(settings: ServerSettings, models: list[ModelSettings]) -> None:
     for model in models:
         model.policy()
         if model.hf_model_repo_id is None:
-            _check_file(model.model)
+            check_file(Path(model.model))
     # before the model is loaded: that takes long, a port that is in use is found at once
     with closing(_listen(settings)) as listener:
         host = listener.getsockname()[0]
@@ -95,13 +96,6 @@ def _run(settings: ServerSettings, queue: Queue, listener: socket.socket, verbos
 
 def _ignore(_: int, __: FrameType | None) -> None:
     pass
-
-
-def _check_file(model: str) -> None:
-    if not Path(model).is_file():
-        what = "is a folder" if Path(model).is_dir() else "does not exist"
-        msg = f"{model} {what}; pass a GGUF file"
-        raise ModelError(msg)
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
