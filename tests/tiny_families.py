@@ -29,14 +29,15 @@ class Family:
         scored: The layers with cells that the engine ranks, None for all.
         kind: "decoder", "window" (the other layers see the N_WINDOW newest positions), "wide" (or
             more than these tests have, which llama.cpp fixes) or "hybrid" (they are recurrent).
-        rtol: What rounding may change of the logits.
+        rtol: What rounding may change of the logits, which eviction changes by a tenth and more.
+            llama.cpp's GELU is a table in float16, where a last bit may become 1e-3.
     """
 
     metadata: dict[str, Any] = field(default_factory=dict)
     n_layer: int = 2
     scored: tuple[int, ...] | None = None
     kind: str = "decoder"
-    rtol: float = 1e-4
+    rtol: float = 1e-3
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -223,7 +224,7 @@ FAMILIES = {
     "gemma": Family(),
     "gemma2": window({"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}, 4, 1, 3),
     "gemma3": window({}, 6, 5),
-    # a table of GELU in float16 and keys that are not scaled down make more of rounding
+    # keys that are not scaled down make more of rounding
     "gemma3n": window({}, 25, 4, 9, 14, 19, 24, rtol=5e-3),
     "gemma4": window(GEMMA4, 6, 1, 3, 5, rtol=5e-3),
     "starcoder2": Family(),
@@ -255,7 +256,7 @@ FAMILIES = {
     "nemotron_h": hybrid(NEMOTRON, 4, 1, 3),
     "nemotron_h_moe": hybrid(NEMOTRON | SOFTMAX_MOE, 4, 1, 3),
     "exaone": Family(),
-    "exaone4": window({}, 4, 3),
+    "exaone4": Family(),
     "exaone-moe": window(MOE, 4, 3),
     "granite": Family(SCALES),
     "granitemoe": Family(SCALES | SOFTMAX_MOE),
