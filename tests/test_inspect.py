@@ -227,13 +227,6 @@ def test_pieces_are_whole_characters(tiny):
     assert [p.special for p in found] == [True] + [False] * 7
 
 
-def test_a_token_s_text_may_be_long(folder):
-    name = "</" + "s" * 90 + ">"
-    llm = load(tiny_models.write_llama(folder / "long.gguf", eos=name))
-    assert pieces.token_bytes(llm, tiny_models.EOS).decode() == name
-    llm.close()
-
-
 def test_the_page_shows_the_prompt_and_runs_none_of_it(shown):
     texts, counts = shown.data["texts"], shown.data["counts"]
     sizes = [counts.get(str(i), 1) for i in range(len(texts))]
