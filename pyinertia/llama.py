@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any
@@ -125,6 +127,7 @@ class Llama(Chats):
         if kv_positions == "compact":
             self._check_compact()
             self._n_ctx = MAX_COUNT  # where the parent ends completions
+        _open.add(self)
 
     @property
     def _model(self) -> llama_cpp._internals.LlamaModel:
@@ -473,3 +476,13 @@ class Llama(Chats):
         """Free the model; also after a constructor that failed half-way."""
         if "_stack" in self.__dict__:
             super().close()
+
+
+_open: weakref.WeakSet[Llama] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # later Python is half gone, and what llama.cpp logs would reach a callback that is no more
+    for llm in list(_open):
+        llm.close()
