@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from pyinertia.cli.group import INTERRUPTED, say
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
-from pyinertia.cli.run import System, check_system, prompt_tokens, read_prompt
+from pyinertia.cli.run import InChat, System, check_system, prompt_tokens, read_prompt
 from pyinertia.errors import CommandError
 
 if TYPE_CHECKING:
@@ -56,14 +56,7 @@ def main(
         ),
     ] = None,
     system: System = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put the prompt into the model's chat template, or continue it as it is.",
-            rich_help_panel="Prompt",
-        ),
-    ] = True,
+    chat: InChat = True,
     *,
     model: ModelOptions,
     context: ContextOptions,

@@ -36,6 +36,15 @@ System = Annotated[
     ),
 ]
 
+InChat = Annotated[
+    bool,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Put the prompt into the model's chat template, or continue it as it is.",
+        rich_help_panel="Prompt",
+    ),
+]
+
 
 def main(
     text: Annotated[
@@ -56,14 +65,7 @@ def main(
         ),
     ] = None,
     system: System = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put the prompt into the model's chat template, or continue it as it is.",
-            rich_help_panel="Prompt",
-        ),
-    ] = True,
+    chat: InChat = True,
     quiet: Annotated[
         bool,
         typer.Option(
