@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
 from pathlib import Path
 
+import pages
 import pytest
 import tiny_models
 from forced import Answer
@@ -262,10 +262,8 @@ def test_settings_without_room_are_refused(llama, kwargs, message):
         list(run(["text"], llama, **kwargs))
 
 
-def test_the_example_of_the_readme_runs(llama, tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## Many documents")[2]
-    example = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+def test_the_example_of_the_docs_runs(llama, tmp_path, monkeypatch, capsys):
+    example = pages.python("docs/how-to/many-documents.md")[0]
     monkeypatch.chdir(tmp_path)
     Path("reports").mkdir()
     Path("reports/a.txt").write_text(REPORT[:400])

@@ -7,11 +7,11 @@ import json
 import os
 import pty
 import re
-import shlex
 import signal
 from dataclasses import fields
 from pathlib import Path
 
+import pages
 import pytest
 import tiny_models
 import typer
@@ -67,16 +67,12 @@ def test_llama_cpp_s_names_are_there():
     assert ours <= options("run") & options("chat") & options("info") & options("summarise")
 
 
-def test_the_readme_s_commands_are_understood():
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## Command line\n")[2].partition("\n## ")[0]
-    lines = [line.split(None, 1)[1] for line in section.splitlines() if line.startswith("    py")]
-    assert {shlex.split(line)[0] for line in lines} == {"info", "run", "chat", "summarise"}
-    for line in lines:
-        name, *args = shlex.split(line)
-        COMMANDS[name].make_context(name, args)  # raises what typer would show
-    assert all(f"`{name}`" in section for name in COMMANDS)
-    assert suffixes() in section
+def test_the_page_of_the_command_line_names_all():
+    text = pages.read("docs/command-line.md")
+    assert all(f"- `{name}`" in text for name in COMMANDS)
+    assert suffixes() in text
+    readme = pages.section(pages.README, "Command line")
+    assert all(re.search(rf"\b{name}\b", readme) for name in COMMANDS)
 
 
 def test_commands_have_the_same_shared_options():

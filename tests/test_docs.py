@@ -1,4 +1,7 @@
-"""Facts that stand in two places agree: README, pin, C header, Python. Needs no native library."""
+"""Facts that stand in two places agree: README, docs/, pin, C header, Python.
+
+Needs no native library.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import pages
+import pytest
 
 import pyinertia
 from pyinertia import POLICIES, KVPolicy, KVStats, _native
 from pyinertia.policy import AGGREGATIONS, HEADS, KEY_SCORERS, QUERY_SCORERS, SCORERS
 
-ROOT = Path(__file__).parent.parent
+ROOT = pages.ROOT
 HEADER = (ROOT / "patches/overlay/include/llama-kv-evict.h").read_text(encoding="utf-8")
-README = ROOT / "README.md"
+POLICY_PAGE, MEASURED = "docs/policies.md", "docs/measured.md"
 
 COLUMNS = ["policy", "scorer", "aggregation", "beta", "lambda_", "n_budget", "n_sink"]
 COLUMNS += ["n_recent", "n_window", "n_pool", "n_refresh", "frozen"]
@@ -42,25 +47,26 @@ def expected_row(name: str, policy: KVPolicy) -> list[str]:
     return [name, *(texts[c] if c is None or isinstance(c, bool) else str(c) for c in cells)]
 
 
-def test_readme_policy_table_is_the_presets():
-    rows = [
-        [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
-        for line in README.read_text(encoding="utf-8").splitlines()
-        if line.startswith("|")
-    ]
+def test_the_policy_table_is_the_presets():
+    rows = pages.table_rows(pages.read(POLICY_PAGE))
     start = rows.index(COLUMNS)
     table = rows[start + 2 : start + 2 + len(POLICIES)]
     expected = [expected_row(name, policy) for name, policy in POLICIES.items()]
     pasteable = "\n".join("| " + " | ".join(row) + " |" for row in expected)
-    assert table == expected, f"README.md should have:\n{pasteable}"
+    assert table == expected, f"{POLICY_PAGE} should have:\n{pasteable}"
     beyond = rows[start + 2 + len(POLICIES) :]
     assert not beyond or beyond[0][0] not in POLICIES
+
+
+def test_every_preset_has_a_paragraph():
+    described = re.findall(r"^\*\*`([\w-]+)`\*\*", pages.read(POLICY_PAGE), re.MULTILINE)
+    assert sorted(described) == sorted(POLICIES)
 
 
 def test_readme_example_calls_what_exists():
     import llama_cpp
 
-    example = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+    example = pages.python(pages.README)[0]
     nodes = list(ast.walk(ast.parse(example)))
     assert len(example.splitlines()) <= 12
     (call,) = (n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "Llama")
@@ -75,12 +81,30 @@ def test_readme_example_calls_what_exists():
     assert all(hasattr(pyinertia.Llama, name) for name in used)
 
 
-def test_readme_numbers_name_their_command():
-    section = README.read_text(encoding="utf-8").partition("## Measured")[2].partition("\n## ")[0]
-    assert "pyinertia bench" in section
-    assert "tests/test_retrieval.py" in section
-    rows = [line.split("|")[1].strip().strip("`") for line in section.splitlines() if "|" in line]
-    assert {"inertiakv", "score-free", "inertiakv/bounded"} <= set(rows)
+def test_the_numbers_name_their_command():
+    text = pages.read(MEASURED)
+    assert "pyinertia bench" in text
+    assert "tests/test_retrieval.py" in text
+    assert "pyinertia eval ruler" in text
+    rows = {row[0] for row in pages.table_rows(text)}
+    assert {"inertiakv", "score-free", "inertiakv/bounded"} <= rows
+
+
+def test_the_readme_s_numbers_are_those_of_the_page():
+    section, text = pages.section(pages.README, "Measured"), pages.read(MEASURED)
+    cells = {cell for row in pages.table_rows(section) for cell in row}
+    numbers = {cell for cell in cells if re.fullmatch(r"[\d.]+", cell)}
+    numbers |= set(re.findall(r"\d+ of \d+", section))
+    assert len(numbers) >= 10
+    for number in numbers:
+        assert re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d,]|\.\d)", text), number
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", pages.read(page)):
+        if not target.startswith("https://"):
+            assert ((ROOT / page).parent / target).is_file(), target
 
 
 def test_pin_is_the_vendored_one():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 
+import pages
 import pytest
 import tiny_models
 from typer.testing import CliRunner
@@ -16,7 +16,6 @@ from pyinertia.eval import claims, reproduction
 from pyinertia.eval.arms import parse_arms
 from pyinertia.eval.cli import CLAIMED
 
-ROOT = Path(__file__).parent.parent
 BUDGET = 256
 
 
@@ -37,9 +36,9 @@ def test_the_command_runs_the_policies_of_the_claims():
     assert set(CLAIMED.split(",")) == set(claims.POLICIES)
 
 
-def test_readme_has_every_claim_and_the_verdict_of_its_interval():
+def test_the_page_has_every_claim_and_the_verdict_of_its_interval():
     rows = {}
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+    for line in pages.read("docs/measured.md").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and cells[-1] in ("confirmed", "refuted", "inconclusive"):
             rows[cells[0]] = cells[1:]
@@ -51,11 +50,12 @@ def test_readme_has_every_claim_and_the_verdict_of_its_interval():
         assert claims._verdict(claim, low, high, [int(n_samples)]) == verdict, claim.text
 
 
-def test_readme_commands_name_policies_that_exist():
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = re.findall(r"^ +pyinertia eval .*--policies (\S+)", text, re.MULTILINE)
-    assert len(commands) == 2
-    for policies in commands:
+def test_the_pages_commands_name_policies_that_exist():
+    found = [words for page in pages.PAGES for words in pages.commands(page)]
+    evals = [words for words in found if words[:2] == ["pyinertia", "eval"]]
+    named = [words[words.index("--policies") + 1] for words in evals if "--policies" in words]
+    assert len(named) >= 3
+    for policies in named:
         arms, refusals = parse_arms(policies, "512")
         assert not refusals
         assert len(arms) == 1 + len(policies.split(","))

@@ -11,6 +11,7 @@ from itertools import chain
 
 import bootstrap
 import numpy as np
+import pages
 import pytest
 import stock
 import tiny_families
@@ -20,7 +21,7 @@ from tiny_families import FAMILIES, N_WINDOW, REFUSED, UNTESTED, Family, archite
 
 from pyinertia import KVPolicy, Llama, PolicyError
 
-README = bootstrap.ROOT / "README.md"
+PAGE = "docs/models.md"
 TOKENS = np.random.default_rng(0).integers(0, 256, 320).tolist()
 N_PROMPT, N_DECODE, N_LOOK, N_POOL = 280, 12, 8, 3
 CONTEXT = {"n_ctx": 512, "type_k": 0, "type_v": 0}
@@ -154,8 +155,8 @@ def test_the_tables_are_the_architectures_of_the_pinned_llama_cpp():
     served, refused = {*map(architecture, FAMILIES)}, {*map(architecture, chain(*REFUSED.values()))}
     assert served | refused | {*UNTESTED} == known
     assert not {*UNTESTED} & (served | refused)
-    assert f"Of the {len(known)} architectures" in README.read_text(encoding="utf-8")
+    assert f"Of the {len(known)} architectures" in pages.read(PAGE)
 
 
-def test_readme_says_what_is_covered():
-    assert coverage() in README.read_text(encoding="utf-8"), f"README.md should have:\n{coverage()}"
+def test_the_page_says_what_is_covered():
+    assert coverage() in pages.read(PAGE), f"{PAGE} should have:\n{coverage()}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 import types
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
+import pages
 import pytest
 import tiny_models
 from helpers import HolesLlama, logits, positions
@@ -109,20 +109,21 @@ def test_holes_made_by_hand_count_too(tiny):
     assert positions(used) == list(range(54))
 
 
-def test_the_policy_in_python_of_the_readme(tmp_path, monkeypatch):
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    example = re.search(r"### Your own, in Python\n+```python\n(.*?)```", text, re.DOTALL)[1]
-    loop, three = "in llm.generate(prompt):", "in islice(llm.generate(prompt), 3):"
-    assert loop in example
+def test_the_policy_in_python_of_the_docs(tmp_path, monkeypatch):
+    blocks = pages.python("docs/how-to/own-policy.md")
+    example = next(block for block in blocks if "kv_evict" in block)
+    many, three = "islice(llm.generate(prompt), 128)", "islice(llm.generate(prompt), 3)"
+    assert many in example
     monkeypatch.chdir(tmp_path)
     tiny_models.write_llama(tmp_path / "model.gguf")
-    prompt = np.random.default_rng(0).integers(0, 256, 1100).tolist()
-    names = {"prompt": prompt, "islice": islice, "Llama": partial(load, n_batch=512)}
-    exec(example.replace(loop, three), names)
-    kept = positions(names["llm"])
+    Path("report.txt").write_bytes(np.random.default_rng(0).integers(32, 127, 1100, "u1").tobytes())
+    names = {"Llama": partial(load, n_batch=512)}
+    exec(example.replace(many, three).replace("from pyinertia import Llama\n", ""), names)
+    kept, n = positions(names["llm"]), len(names["prompt"])
+    assert n >= 1100
     assert len(kept) == 512 + 2  # cut at the first token, then two more were evaluated
     assert kept[:4] == [0, 1, 2, 3]
-    assert kept[-66:] == list(range(1036, 1102))
+    assert kept[-66:] == list(range(n - 64, n + 2))
 
 
 def test_a_purged_sliding_window_is_not_reused(tmp_path):

@@ -111,7 +111,7 @@ def test_attention_finds_the_number(recall, policy):
 
 
 def test_a_named_question_keeps_its_answer_in_a_bounded_prefill(recall):
-    """Blind cuts lose many; how many is measured with --samples 20, see the README."""
+    """Blind cuts lose many; how many is measured with --samples 20, see docs/measured.md."""
     assert share(recall, "inertiakv/bounded/query") >= 0.8
     assert share(recall, "inertiakv/bounded") < share(recall, "inertiakv/bounded/query")
 

@@ -360,7 +360,7 @@ def architecture(name: str) -> str:
 
 
 def coverage() -> str:
-    """What README.md says of the architectures."""
+    """What docs/models.md says of the architectures."""
     kinds = {
         "decoder": "Attention in every layer",
         "window": "Sliding windows",

@@ -72,8 +72,9 @@ def generate_many(
     A prompt that is done makes room for the next one at once; while that one enters, n_batch
     tokens a step, the others decode. With a policy that evicts, a slot has n_budget + n_batch cells
     and the prefill is bounded: memory does not depend on the prompts' lengths, but a prompt that
-    outgrows the slot is cut while it enters, blind to what its end asks (see "Bounded prefill" in
-    the README). With kv_policy=None every slot has n_ctx cells and nothing is ever evicted.
+    outgrows the slot is cut while it enters, blind to what its end asks (see
+    docs/how-to/long-prompt.md). With kv_policy=None every slot has n_ctx cells and nothing is ever
+    evicted.
 
     What the prompts begin with in common is evaluated once and never evicted.
 

@@ -146,7 +146,7 @@ def _parse(path: Path) -> dict[str, Any]:
         msg = f"{path} is neither JSON nor YAML (by its suffix): {error}"
         raise CommandError(msg) from error
     if not isinstance(found, dict):
-        msg = f"{path} must hold an object with the key models, see README.md"
+        msg = f"{path} must hold an object with the key models, see docs/how-to/serve.md"
         raise CommandError(msg)
     return found
 

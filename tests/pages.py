@@ -1,0 +1,44 @@
+"""README and the pages of docs/, as tests read them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = "README.md"
+PAGES = [README, *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))]
+
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def section(page: str, title: str) -> str:
+    """The text under a heading of the second level."""
+    return read(page).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of all lines of tables, without backticks."""
+    return [
+        [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+
+
+def python(page: str) -> list[str]:
+    """The blocks of Python, in their order."""
+    return PYTHON.findall(read(page))
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of the command lines, which are indented by four."""
+    text = read(page).replace("\\\n", " ")
+    lines = re.findall(r"^ {4}(\S.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
