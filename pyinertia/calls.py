@@ -36,8 +36,17 @@ class EngineCalls(llama_cpp.Llama):
     def kv_cells(self, seq_id: int = 0) -> npt.NDArray[np.void]:
         """Return the resident cells of a sequence.
 
+        Args:
+            seq_id: The sequence; a `Llama` has one, 0.
+
         Returns:
             Structured array [n_resident] with fields pos (int32) and score (float32), by position.
+                Scores are as of the last scored query, and have no unit: compare them within
+                one call.
+
+        Raises:
+            ValueError: There is no such sequence, or the model was closed.
+            PolicyError: The cache of this model has no engine.
         """
         ctx = self._kv_ctx()
         known = isinstance(seq_id, Integral) and 0 <= seq_id < 2**31
@@ -48,7 +57,12 @@ class EngineCalls(llama_cpp.Llama):
         return cells
 
     def kv_stats(self) -> KVStats:
-        """Return the engine's counters."""
+        """Return the engine's counters: cells, tokens, bytes, milliseconds.
+
+        Raises:
+            ValueError: The model was closed.
+            PolicyError: The cache of this model has no engine.
+        """
         return KVStats(**_native.stats(self._kv_ctx()))
 
     def kv_evict(self, keep: Iterable[int]) -> int:
@@ -61,7 +75,9 @@ class EngineCalls(llama_cpp.Llama):
             The number of evicted cells.
 
         Raises:
-            ValueError: A position is not resident, or not a whole number; nothing is evicted then.
+            ValueError: A position is not resident, or not a whole number, nothing is evicted then;
+                or the model was closed.
+            PolicyError: The cache of this model has no engine.
         """
         ctx = self._kv_ctx()
         listed = np.asarray(list(keep))

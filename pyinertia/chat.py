@@ -201,8 +201,13 @@ class Chats(EngineCalls):
                 evicted. None: they are ranked like the rest.
             **kwargs: The keywords of `llama_cpp.Llama.create_chat_completion`.
 
+        Returns:
+            The completion in OpenAI's form, or an iterator of chunks with stream=True.
+
         Raises:
-            PolicyError: The budget has no room for the system messages; nothing is evaluated then.
+            PolicyError: The budget has no room for the system messages, nothing is evaluated then;
+                or protect is something else.
+            ValueError: The chat is longer than n_ctx, or the model was closed.
         """
         self._check_open()
         choice("protect", protect, PROTECTS)
@@ -252,8 +257,14 @@ class Chats(EngineCalls):
 
         `KVPolicy(protect=...)` says the same before the model, and its tokenizer, are there.
 
+        Args:
+            p0: The first position.
+            p1: The position after the last one.
+
         Raises:
-            PolicyError: The range is empty, or the budget has no room for it; nothing changes then.
+            PolicyError: The range is empty, or the budget has no room for it, nothing changes then;
+                or the cache of this model has no engine.
+            ValueError: The model was closed.
         """
         self._kv_ctx()
         policy = replace(self.kv_policy, protect=(*self.kv_policy.protect, (p0, p1)))

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from pyinertia.errors import CommandError
 
-# name -> its number in enum ggml_type (ggml.h)
+# the numbers are those of enum ggml_type (ggml.h)
 KV_TYPES: Mapping[str, int] = MappingProxyType(
     {
         "f32": 0,
@@ -21,14 +21,21 @@ KV_TYPES: Mapping[str, int] = MappingProxyType(
         "iq4_nl": 20,
     }
 )
+"""Name of a cache type -> its number, as `Llama(type_k=..., type_v=...)` takes it."""
+
 UNQUANTISED = ("f32", "f16", "bf16")
 
 
 def check_kv_types(type_k: str, type_v: str, flash_attn: bool) -> None:
     """Refuse unknown types, and quantised values without flash attention.
 
+    Args:
+        type_k: Name of the type of the keys, see `KV_TYPES`.
+        type_v: Name of the type of the values.
+        flash_attn: Whether flash attention is on.
+
     Raises:
-        CommandError: One of the two.
+        CommandError: A type is unknown, or the values are quantised and flash_attn is False.
     """
     for option, kind in (("-ctk", type_k), ("-ctv", type_v)):
         if kind not in KV_TYPES:

@@ -39,6 +39,9 @@ class Llama(Chats):
 
     Everything `llama_cpp.Llama` does works unchanged. A prompt that continues all tokens in the
     cache is appended to them; what another prompt reuses, `kv_reuse` says.
+
+    Attributes:
+        kv_policy: The policy in use, with all overrides; `KVPolicy(scorer="none")` for None.
     """
 
     _kv_compact = True  # tests leave the holes of a cut in place with False
@@ -203,8 +206,13 @@ class Llama(Chats):
         Outside of `generate`, several tokens, or the first ones, are prompt; a single one after
         them is a decode step.
 
+        Args:
+            tokens: Token ids [n].
+
         Raises:
-            ValueError: There is no room for them in n_ctx; nothing is evaluated then.
+            ValueError: There is no room for them in n_ctx, nothing is evaluated then; or the model
+                was closed.
+            RuntimeError: llama.cpp cannot evaluate them.
         """
         self._check_open()
         self._reopen()
@@ -245,8 +253,20 @@ class Llama(Chats):
     ) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt, as `llama_cpp.Llama.generate` does.
 
+        It goes on until the caller stops it, or stopping_criteria do.
+
+        Args:
+            tokens: Token ids [n] of the whole prompt; what the cache has of it is reused, see
+                `kv_reuse`. With reset=False those that follow the tokens in the cache.
+            *args: The arguments of `llama_cpp.Llama.generate`.
+            **kwargs: The keywords of `llama_cpp.Llama.generate`.
+
+        Yields:
+            The next token id. `send` takes token ids that follow it.
+
         Raises:
-            ValueError: The prompt is empty or longer than n_ctx; the cache stays as it is.
+            ValueError: The prompt is empty or longer than n_ctx, the cache stays as it is; n_ctx
+                is used up under kv_positions="keep"; or the model was closed.
         """
         self._check_open()
         tokens = list(tokens)
@@ -442,6 +462,9 @@ class Llama(Chats):
         """Save all that the next tokens depend on: tokens, cells, their scores, counters.
 
         The state can be pickled, and loaded in another process.
+
+        Raises:
+            ValueError: The model was closed.
         """
         self._check_open()
         return state.save(self)
@@ -451,9 +474,12 @@ class Llama(Chats):
 
         A state of `llama_cpp.Llama`, or of one that evicts nothing, is ranked like a prompt.
 
+        Args:
+            saved: What `save_state` returned.
+
         Raises:
-            ValueError: The state is damaged, of another model or version, or larger than n_ctx or
-                the cache; the cache stays as it is.
+            ValueError: The state is damaged, of another model, context or version, or larger than
+                n_ctx or the cache; the cache stays as it is. Or the model was closed.
             PolicyError: Its cells were ranked by another rule than this policy's.
         """
         self._check_open()

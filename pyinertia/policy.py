@@ -104,6 +104,9 @@ class KVPolicy:
             each batch, ranked by the last n_window queries of the batches so far.
         protect: Half-open position ranges (p0, p1) that are never evicted.
         seed: Seed of the "random" scorer, in [0, 2^31).
+
+    Raises:
+        PolicyError: A field is out of range, or the budget has no room for what must stay.
     """
 
     scorer: str = "attention"
@@ -293,6 +296,8 @@ POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
         "random": KVPolicy(scorer="random"),
     }
 )
+
+"""The presets, by name. Read-only."""
 
 # what a table of policies shows; the rest is the same in all of them
 _SAME = {"heads", "layer_weights", "prefill", "protect", "seed"}

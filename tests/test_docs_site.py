@@ -21,11 +21,12 @@ FETCHED = {"script": "src", "img": "src", "iframe": "src", "link": "href", "sour
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
     closed = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=pages.ROOT,
-        env=os.environ | closed,
+        env=os.environ | quiet | closed,
         capture_output=True,
         text=True,
     )

@@ -111,6 +111,7 @@ def generate_many(
         PolicyError: The policy does not exist, cannot run on this model, or has no room for the
             prefix.
         ModelError: The model file is missing or cannot be read.
+        RuntimeError: llama.cpp cannot evaluate what the prompts have in common.
     """
     check_policy(kv_policy, kv_budget, kv_refresh)
     n_most = check_counts(n_parallel, n_ctx, max_tokens, seed)
