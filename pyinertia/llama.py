@@ -41,7 +41,8 @@ class Llama(Chats):
     cache is appended to them; what another prompt reuses, `kv_reuse` says.
 
     Attributes:
-        kv_policy: The policy in use, with all overrides; `KVPolicy(scorer="none")` for None.
+        kv_policy (KVPolicy): The policy in use, overrides included; `KVPolicy(scorer="none")` for
+            None.
     """
 
     _kv_compact = True  # tests leave the holes of a cut in place with False
@@ -72,14 +73,17 @@ class Llama(Chats):
                 has n_budget + n_batch cells (rounded up to 256, and never fewer than a sliding
                 window needs), whatever n_ctx says.
             kv_reuse: What a prompt reuses of a cache from which cells were evicted.
-                "append": all of it, if the prompt continues all its tokens; if it departs earlier,
-                the positions before the departure and before the first evicted one.
-                "strict": nothing, so that answers do not depend on earlier prompts' evictions.
-                "lossy": a prompt that departs also reuses what is left below the departure.
-            kv_positions: What happens when n_ctx positions are used up. "keep": an error, as in
-                llama_cpp.Llama. "compact": the resident positions are renumbered 0, 1, ... and
-                generation goes on, without end if max_tokens is None. n_tokens and input_ids then
-                describe the kept tokens. Keys are rotated, and rounded, anew each time.
+
+                - "append": all of it, if the prompt continues all its tokens; if it departs
+                  earlier, the positions before the departure and before the first evicted one.
+                - "strict": nothing, so that answers do not depend on earlier prompts' evictions.
+                - "lossy": a prompt that departs also reuses what is left below the departure.
+            kv_positions: What happens when n_ctx positions are used up.
+
+                - "keep": an error, as in llama_cpp.Llama.
+                - "compact": the resident positions are renumbered 0, 1, ... and generation goes
+                  on, without end if max_tokens is None. n_tokens and input_ids then describe the
+                  kept tokens. Keys are rotated, and rounded, anew each time.
             **kwargs: The keywords of `llama_cpp.Llama`. With a policy that evicts, swa_full is
                 False unless it is given.
 

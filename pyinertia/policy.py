@@ -61,27 +61,34 @@ class KVPolicy:
     in all layers at once.
 
     Attributes:
-        scorer: What a cell is ranked by: "attention" (the above), "recency" (the oldest leaves
-            first; StreamingLLM, arXiv 2309.17453), "random" (a control arm), "none" (nothing ever
-            leaves), or another a[l,t,c].
-            "value-norm": p |v|, with the cell's value v.
-            "entropy": p weighted over heads by (1 - H)/H, H the entropy of p over the n cells that
-            the query sees, divided by log(n) and kept in [0.001, 0.999]; sinks of the model do not
-            count in H.
-            "keydiff": 1 - cos(k, k'), with the cell's key k (as cached, after RoPE) and the mean k'
-            of the normalised keys that the query sees (KeyDiff, arXiv 2504.15364).
-            "key-norm": 1/(1 + |k|), the order of -|k| in a layer.
+        scorer: What a cell is ranked by.
+
+            - "attention": the above.
+            - "recency": the oldest leaves first (StreamingLLM, arXiv 2309.17453).
+            - "random": by a seeded hash of the position, a control arm.
+            - "none": nothing ever leaves.
+            - "value-norm": `p |v|`, with the cell's value v.
+            - "entropy": p weighted over heads by `(1 - H)/H`, H the entropy of p over the n cells
+              that the query sees, divided by log(n) and kept in [0.001, 0.999]; sinks of the model
+              do not count in H.
+            - "keydiff": `1 - cos(k, k')`, with the cell's key k (as cached, after RoPE) and the
+              mean k' of the normalised keys that the query sees (KeyDiff, arXiv 2504.15364).
+            - "key-norm": `1/(1 + |k|)`, the order of -|k| in a layer.
+
             The last two depend on the cells, not on the query: n_window has no use, the first
             ranking is that of the first decode query ("bounded": and of each batch's last query),
             and a new cell takes its first row whole, where under the others it grows from 0.
         heads: How heads become one: "mean" or "max" over the query heads, of p, of p |v|, or
             of weighted p over that of the weights. Over KV heads for "keydiff" and "key-norm".
         aggregation: How successive rows m become the score s.
-            "ema": s <- beta s + (1 - beta) m (InertiaKV, arXiv 2609.03515).
-            "coupled": one EMA update per layer, which is "ema" with beta^L and lambda = beta.
-            "sum": s <- s + m (H2O, arXiv 2306.14048, over the window and the decode queries only).
-            "last": s <- m (TOVA, arXiv 2401.06104). "max": s <- max(s, m).
-            "mean": the mean of the cell's rows so far, the first ranking counts as one.
+
+            - "ema": `s <- beta s + (1 - beta) m` (InertiaKV, arXiv 2609.03515).
+            - "coupled": one EMA update per layer, which is "ema" with beta^L and lambda = beta.
+            - "sum": `s <- s + m` (H2O, arXiv 2306.14048, over the window and the decode queries
+              only).
+            - "last": `s <- m` (TOVA, arXiv 2401.06104).
+            - "max": `s <- max(s, m)`.
+            - "mean": the mean of the cell's rows so far, the first ranking counts as one.
         beta: Memory of the EMA, in [0, 1).
         lambda_: Tilt of the layer weights, in (0, 1]. 1 weighs all layers alike, less favours the
             late ones. None means 0.042^(1/L), which is 0.9 at 30 layers. Fixed by beta under
@@ -99,9 +106,12 @@ class KVPolicy:
             none.
         n_refresh: Decode steps from one scored query, and cut, to the next. 1 is every step.
         frozen: Keep the first ranking for good. Generated tokens then outrank the prompt.
-        prefill: "full": the prompt enters whole, the first cut comes after it. "bounded": the
-            cache has only n_budget + n_batch cells, and a prompt that outgrows them is cut before
-            each batch, ranked by the last n_window queries of the batches so far.
+        prefill: What happens while a prompt enters.
+
+            - "full": it enters whole, the first cut comes after it.
+            - "bounded": the cache has only n_budget + n_batch cells, and a prompt that outgrows
+              them is cut before each batch, ranked by the last n_window queries of the batches so
+              far.
         protect: Half-open position ranges (p0, p1) that are never evicted.
         seed: Seed of the "random" scorer, in [0, 2^31).
 

@@ -23,6 +23,19 @@ def section(page: str, title: str) -> str:
     return read(page).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
+def anchors(path: Path) -> set[str]:
+    """What a link to a page may name: its headings, as the site writes them, and its objects."""
+    text = path.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    words = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
+    return {re.sub(r"[\s-]+", "-", title) for title in words} | {*objects(text)}
+
+
+def objects(text: str) -> list[str]:
+    """The names whose docstrings a page shows."""
+    return re.findall(r"^::: (\S+)$", text, re.M)
+
+
 def table_rows(text: str) -> list[list[str]]:
     """The cells of all lines of tables, without backticks."""
     return [

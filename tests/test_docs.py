@@ -101,10 +101,18 @@ def test_the_readme_s_numbers_are_those_of_the_page():
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", pages.read(page)):
+def test_links_lead_to_pages_and_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", pages.read(page)):
         if not target.startswith("https://"):
-            assert ((ROOT / page).parent / target).is_file(), target
+            path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+            assert path.is_file(), target
+            assert not anchor or anchor in pages.anchors(path), f"{target}#{anchor}"
+
+
+def test_every_page_is_in_the_table_of_contents():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r"[\w/-]+\.md", nav.partition("\n\n")[0])
+    assert sorted(f"docs/{name}" for name in named) == sorted(pages.PAGES[1:])
 
 
 def test_pin_is_the_vendored_one():

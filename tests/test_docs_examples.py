@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import pydoc
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -62,6 +64,15 @@ def test_the_python_of_a_page_runs(page, folder, quick, capsys):
                 address, _ = stack.enter_context(server)
                 block = block.replace(SERVER, f"{address}/v1")
             exec(compile(block, page, "exec"), names)
+
+
+def test_what_the_reference_names_has_a_docstring():
+    names = {name for page in pages.PAGES for name in pages.objects(pages.read(page))}
+    assert {"pyinertia.Llama", "pyinertia.KVPolicy"} <= names
+    for name in names:
+        thing = pydoc.locate(name)
+        assert thing is not None, name
+        assert name.rpartition(".")[2].isupper() or inspect.getdoc(thing), name
 
 
 def check(words: list[str]) -> None:

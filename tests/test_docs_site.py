@@ -64,7 +64,7 @@ def test_no_page_fetches_anything_from_elsewhere(site):
     ("page", "names"),
     [
         ("llama", ["Llama", "Llama.kv_cells", "Llama.kv_evict", "Llama.kv_protect", "KVStats"]),
-        ("policy", ["KVPolicy", "KVPolicy.n_budget", "resolve_policy", "POLICIES"]),
+        ("policy", ["KVPolicy", "resolve_policy", "POLICIES"]),
         ("batch", ["batch.summarise", "batch.generate_many", "batch.Completion"]),
         ("state", ["state.LlamaState"]),
         ("errors", ["errors.PolicyError", "errors.ModelError"]),
