@@ -109,6 +109,14 @@ def test_links_lead_to_pages_and_headings(page):
             assert not anchor or anchor in pages.anchors(path), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_paths_that_a_page_names_exist(page):
+    rooms = "patches|pyinertia|tests|scripts|vendor|docs"
+    for path in re.findall(rf"`((?:{rooms})/[\w./*-]*)`", pages.read(page)):
+        if path != "vendor/llama.cpp":  # it is made from the pin
+            assert any(ROOT.glob(path.rstrip("/"))), path
+
+
 def test_every_page_is_in_the_table_of_contents():
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     named = re.findall(r"[\w/-]+\.md", nav.partition("\n\n")[0])
