@@ -12,12 +12,14 @@ import tiny_models
 from gguf import GGUFReader
 from typer.testing import CliRunner
 
-from pyinertia.bench import gguf, openvino, plots, summary
+from pyinertia.bench import documents, gguf, openvino, plots, summary
 from pyinertia.bench.run import Run, text_tokens
 from pyinertia.bench.settings import N_SETTLE, Settings
 from pyinertia.bench.sides import Repeat, Side, specs
+from pyinertia.bench.worker import N_BATCH
 from pyinertia.cli import app
 from pyinertia.errors import BenchError, CommandError, PolicyError
+from pyinertia.vocabulary import open_vocabulary
 
 N_PROMPT, BUDGET, N_DECODED = 120, 64, 19  # 4 to settle and 3 turns of 1 + 4
 CELL_BYTES = 2 * tiny_models.N_LAYER * 2 * 32 * 2  # K and V, layers, KV heads of 32, f16
@@ -276,6 +278,9 @@ def test_bad_settings_are_named(settings, changes, error, message):
         (["--openvino", "no/such/python"], "not a Python with openvino-genai; pass one, or "),
         (["--steady", "100", "--policies", ","], "--policies names none"),
         (["--steady", "5", "-t", "1"], "--steady 5: must be at least 10"),
+        (["--documents", "0"], "--documents 0: must be at least 1"),
+        (["--documents", "5", "--parallel", "0,2"], "--parallel 0,2: must be at least 1"),
+        (["--documents", "5", "--steady", "50"], "--documents and --steady: pass one of them"),
     ],
 )
 def test_bad_arguments_are_one_line(tiny, args, message):
@@ -293,3 +298,37 @@ def test_openvino_without_its_package_says_how_to_get_it():
     # this environment has none, and sees only itself
     with pytest.raises(BenchError, match="--openvino auto, which installs it into"):
         openvino.check(sys.executable)
+
+
+def test_documents_are_done_by_every_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "N_SHORTEST", 200)
+    monkeypatch.setattr(documents, "N_LONGEST", 400)
+    n_documents, n_answer, file = 5, 20, tmp_path / "documents.json"
+    result = bench(
+        *("-m", tiny_models.write_chat(tmp_path / "chat.gguf"), "--budget", 512, "-t", 1),
+        *("-n", n_answer, "--documents", n_documents, "--parallel", "1,2"),
+        *("--json", file, "--plots", tmp_path),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    sides = [(row["name"], row["n_parallel"]) for row in rows]
+    assert sides == [("full cache", 1), ("inertiakv", 1), ("inertiakv", 2)]
+    assert [row["failed"] for row in rows] == ["", "", ""]
+    assert [row["n_documents"] for row in rows] == [n_documents] * 3
+    # the first token of an answer comes from the prompt's last call
+    assert [row["n_decode"] for row in rows] == [n_documents * (n_answer - 1)] * 3
+    assert len({row["n_prompt"] for row in rows}) == 1
+    n_ctx = -(-(documents.N_LONGEST + documents.N_FRAME + n_answer) // 256) * 256
+    cells = [n_ctx, 512 + N_BATCH, 2 * (512 + N_BATCH)]
+    assert [row["kv_bytes"] for row in rows] == [n * CELL_BYTES for n in cells]
+    assert (tmp_path / "documents.png").stat().st_size > 0
+
+
+def test_documents_are_of_the_stated_length(smollm2):
+    tokenizer = open_vocabulary(smollm2)
+    texts = documents.pieces(smollm2, 20)
+    lengths = [len(tokenizer.tokenize(t.encode(), add_bos=False, special=False)) for t in texts]
+    assert len(set(texts)) == 20
+    # a token that was cut in two at an end may become others
+    assert documents.N_SHORTEST - 3 <= min(lengths) < 1500
+    assert 2500 < max(lengths) <= documents.N_LONGEST + 3

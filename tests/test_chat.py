@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_models
 from command_line import ask, call, greedy, notices, start
+from helpers import positions
 from tiny_models import BOS, EOS
 
 from pyinertia import Llama
@@ -21,6 +22,10 @@ from pyinertia.errors import CommandError
 
 SYSTEM = "You are kind."
 SMALL = {"kv_policy": "inertiakv", "kv_budget": 256, "kv_prefill": "bounded", "n_batch": 128}
+OWN_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<s>system\nBy default.</s>\n{% endif %}"
+    + tiny_models.CHAT_TEMPLATE
+)
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     + tiny_models.CHAT_TEMPLATE
@@ -106,6 +111,17 @@ def test_the_system_prompt_never_leaves(tiny, opened):
         assert len(kept) <= 256
         assert set(range(n_system)) <= set(kept.tolist())
     assert llm.kv_stats().n_evicted > 256
+
+
+def test_what_the_template_says_by_itself_never_leaves(folder, opened):
+    llm = opened(tiny_models.write_chat(folder / "own-system.gguf", OWN_SYSTEM), **SMALL)
+    talk = Conversation(llm, greedy(48))
+    for i in range(4):
+        ask(talk, f"message {i} " * 9)
+    own = turn("system", "By default.")
+    assert talk.tokens[: len(own)] == own
+    assert llm.kv_stats().n_evicted > 0
+    assert set(range(len(own))) <= set(positions(llm))
 
 
 def test_what_is_told_is_what_is_there(tiny, opened):

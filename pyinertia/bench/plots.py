@@ -53,6 +53,8 @@ DECODE = Metric("decode_ms", "decode, ms per token (less is better)")
 PREFILL = Metric("prefill_per_second", "prefill, tokens per second (more is better)")
 RSS = Metric("rss_peak", "peak RSS of the process, MiB", MIB)
 KV = Metric("kv_bytes_used", "KV cells in use, MiB", MIB)
+DOCUMENTS = Metric("documents", "documents an hour (more is better)")
+DECODE_RATE = Metric("decode", "decode, tokens per second (more is better)")
 STEADY = Metric("steady_ms", "ms per token")
 STEADY_RSS = Metric("rss", "RSS of the process, MiB", MIB)
 
@@ -75,7 +77,8 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the plots into a folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     model = Path(results["settings"]["model"]).name
-    made = dict(_steady(results) if "windows" in results else _grid(results))
+    kinds = {"windows": _steady, "rows": _documents, "groups": _grid}
+    made = dict(next(make for key, make in kinds.items() if key in results)(results))
     # what failed or was interrupted has no lines
     figures = {
         name: measured for name, figure in made.items() if (measured := _measured(figure)).panels
@@ -128,6 +131,24 @@ def _steady(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         panels.append(Panel(metric, lines))
     title = f"{settings['policies'][0]}, budget {settings['budgets'][0]}"
     yield "steady", Figure(panels, "tokens decoded, ten windows", title)
+
+
+def _documents(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    settings = results["settings"]
+    rows = [row for row in results["rows"] if row["n_documents"]]
+    panels = []
+    for metric, (count, seconds, unit) in {
+        DOCUMENTS: ("n_documents", "seconds", 3600),
+        DECODE_RATE: ("n_decode", "t_decode", 1),
+    }.items():
+        lines = []
+        for name in dict.fromkeys(row["name"] for row in rows):
+            mine = [row for row in rows if row["name"] == name]
+            cells = [_point(unit * row[count] / row[seconds]) for row in mine]
+            lines.append(Line(name, [row["n_parallel"] for row in mine], cells))
+        panels.append(Panel(metric, lines))
+    title = f"{settings['documents']} documents, budget {settings['budgets'][0]}"
+    yield "documents", Figure(panels, "documents at a time", title)
 
 
 def _point(value: float | None) -> dict[str, float]:

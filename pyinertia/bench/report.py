@@ -53,8 +53,26 @@ KV           bytes of K and V that are allocated; resident: in physical memory a
 openvino     the same file, prompt and KV type (q8_0 is its u8); it decodes its own greedy tokens"""
 
 
+DOCUMENTS_LEGEND = """\
+at a time    documents that share a context; the sides took turns of a few documents
+decode       tokens a second of the calls that decode, sampling included, of all that decode
+prefill      tokens of prompts a second of the calls that evaluate them; the instruction, which all
+             documents share, is not evaluated again
+peak RSS     of the side's process; the pages of the model file and Python are in it
+KV           bytes of K and V that are allocated"""
+
+
 def show(console: Console, results: dict[str, Any]) -> None:
-    """Print a table per group, and what its numbers are."""
+    """Print the tables of a benchmark, and what their numbers are."""
+    if "windows" in results:
+        _show_steady(console, results)
+    elif "rows" in results:
+        _show_documents(console, results)
+    else:
+        _show_groups(console, results)
+
+
+def _show_groups(console: Console, results: dict[str, Any]) -> None:
     settings = results["settings"]
     for group in results["groups"]:
         attention = "on" if settings["flash_attn"] else "off"
@@ -90,8 +108,47 @@ def _table(console: Console, sides: list[dict[str, Any]], columns: Columns) -> T
     return table
 
 
-def show_steady(console: Console, results: dict[str, Any]) -> None:
-    """Print a row per window."""
+def _show_documents(console: Console, results: dict[str, Any]) -> None:
+    settings, rows = results["settings"], results["rows"]
+    console.print(
+        f"{Path(settings['model']).name}, {settings['documents']} documents, answers of "
+        f"{settings['n_tokens']} tokens, budget {settings['budgets'][0]}, KV "
+        f"{settings['types_k'][0]}, {settings['threads'][0]} threads of "
+        f"{results['machine']['cpu']}",
+        style="bold",
+        highlight=False,
+    )
+    heads = ["side", "at a\ntime", "done", "documents\nan hour", "x full\ncache"]
+    heads += ["decode\ntokens/s", "x full\ncache", "prefill\ntokens/s", "KV\nMiB"]
+    heads += ["peak RSS\nMiB", *(["failed"] if any(row["failed"] for row in rows) else [])]
+    table = _empty(console, heads)
+    full: dict[str, Any] = next((row for row in rows if row["name"] == "full cache"), {})
+    rates: dict[str, tuple[str, str]] = {
+        "documents": ("n_documents", "seconds"),
+        "decode": ("n_decode", "t_decode"),
+        "prefill": ("n_prompt", "t_prompt"),
+    }
+    for row in rows:
+        rate = {name: _rate(row, *keys) for name, keys in rates.items()}
+        cells = [row["name"], str(row["n_parallel"]), str(row["n_documents"])]
+        for name, form in (("documents", "{:.0f}"), ("decode", "{:.1f}")):
+            value, unit = rate[name], 3600 if name == "documents" else 1
+            ratio = value / of_full if (of_full := _rate(full, *rates[name])) else 0.0
+            cells += [form.format(unit * value) if value else "-", f"{ratio:.2f}" if ratio else "-"]
+        cells += [f"{rate['prefill']:.0f}" if rate["prefill"] else "-"]
+        cells += [
+            f"{row[name] / MIB:.0f}" if name in row else "-" for name in ("kv_bytes", "rss_peak")
+        ]
+        table.add_row(*cells, *([escape(row["failed"])] if "failed" in heads else []))
+    console.print(table)
+    console.print(DOCUMENTS_LEGEND, highlight=False, style="dim")
+
+
+def _rate(row: dict[str, Any], count: str, seconds: str) -> float:
+    return row[count] / row[seconds] if row.get(seconds) else 0.0
+
+
+def _show_steady(console: Console, results: dict[str, Any]) -> None:
     settings = results["settings"]
     console.print(
         f"{Path(settings['model']).name}, {settings['policies'][0]}, "

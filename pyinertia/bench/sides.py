@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pyinertia.bench import worker
+from pyinertia.bench.process import Process
 from pyinertia.bench.settings import Group, Settings
 from pyinertia.kv_types import KV_TYPES
 
@@ -65,31 +62,19 @@ class Repeat:
     stats: dict[str, Any] = field(default_factory=dict)  # at the end
 
 
-class Side:
-    """A process that evaluates the next tokens of a text on command, and what it took.
-
-    Once it has failed, `failed` says why, and every further command does nothing.
-    """
+class Side(Process):
+    """A process that evaluates the next tokens of a text on command, and what it took."""
 
     def __init__(self, spec: Spec, settings: Settings, group: Group, tokens: list[int]) -> None:
         """Start the process; `open` waits until it is ready."""
-        self.spec, self.failed = spec, ""
+        self.spec = spec
         self.repeats: list[Repeat] = []
         env, command = dict(os.environ), [sys.executable, "-m", worker.__name__]
         if spec.kind == "openvino":  # isolated: it sees only what that environment holds
             command = [str(settings.openvino), "-I", worker.__file__]
         elif spec.kind == "stock":
             env["LLAMA_CPP_LIB_PATH"] = str(settings.stock_lib)
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=env,
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is for us alone
-        )
+        super().__init__(command, env)
         self._job = {
             "kind": spec.kind,
             "model": str(settings.model),
@@ -107,17 +92,17 @@ class Side:
 
     def open(self) -> None:
         """Load the model and warm up."""
-        self._ask(**self._job)
+        self.ask(**self._job)
 
     def begin(self, n_tokens: int) -> None:
         """Start a repeat: forget everything; n_tokens will be decoded."""
         if not self.failed:
             self.repeats.append(Repeat())
-            self._ask(do="begin", n_prompt=self.spec.n_prompt, n_tokens=n_tokens)
+            self.ask(do="begin", n_prompt=self.spec.n_prompt, n_tokens=n_tokens)
 
     def prefill(self, n: int) -> None:
         """Evaluate n tokens of the prompt as one batch."""
-        self.repeats[-1].prefill += self._ask(do="prompt", n=n).get("ms", [])
+        self.repeats[-1].prefill += self.ask(do="prompt", n=n).get("ms", [])
 
     def settle(self, n: int) -> None:
         """Decode the first n tokens; those with the cut are among them."""
@@ -132,7 +117,7 @@ class Side:
 
     def decode(self, n: int) -> list[float]:
         """Decode n tokens; milliseconds of each."""
-        return list(self._ask(do="decode", n=n).get("ms", []))
+        return list(self.ask(do="decode", n=n).get("ms", []))
 
     def end(self) -> None:
         """Finish a repeat."""
@@ -140,36 +125,4 @@ class Side:
 
     def stats(self) -> dict[str, Any]:
         """Bytes and counters of the process; see `worker`."""
-        return self._ask(do="stats")
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        if self.failed:
-            return {}
-        assert self._process.stdin
-        assert self._process.stdout
-        line = ""
-        with suppress(OSError):  # a broken pipe: the process has ended
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        answer: dict[str, Any] = (
-            json.loads(line) if line.endswith("\n") else {"error": self._last_words()}
-        )
-        self.failed = " ".join(answer.pop("error", "").split())
-        return answer
-
-    def _last_words(self) -> str:
-        code = self._process.wait()
-        self._errors.seek(0)
-        said = [line for line in self._errors if line.strip()]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return "; ".join([f"the process {how}", *said[-1:]])
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            with suppress(OSError):  # what is left in a broken pipe
-                if stream:
-                    stream.close()
+        return self.ask(do="stats")

@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -228,12 +228,12 @@ def work(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
         at += request.get("n", 0)
 
 
-def main() -> None:
+def main(answers: Callable[[Iterator[str]], Iterator[dict[str, Any]]] = work) -> None:
     """Answer the lines of stdin; whatever libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        for answer in work(iter(sys.stdin)):
+        for answer in answers(iter(sys.stdin)):
             out.write(json.dumps(answer) + "\n")
             out.flush()
     except Exception as error:

@@ -6,16 +6,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pyinertia.errors import BenchError
-
-if TYPE_CHECKING:
-    from pyinertia.bench.settings import Settings
 
 
 class Grid(NamedTuple):
@@ -110,15 +107,33 @@ def main(
             help="Instead: decode N tokens with the first policy, and show ten windows of them.",
         ),
     ] = None,
+    documents: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Instead: summarise N texts of 1,000 to 4,000 tokens in answers of -n tokens, one "
+            "at a time with the full cache, and with the first policy and budget.",
+        ),
+    ] = None,
+    parallel: Annotated[
+        str, typer.Option(help="How many documents at a time, for --documents.")
+    ] = "1,2,4,8",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all raw repeats there.")
     ] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Write PNGs there.")] = None,
 ) -> None:
     """Parse, measure, show; an interrupt shows what was measured so far."""
-    from pyinertia.bench import machine
+    from pyinertia.bench import machine, report
+    from pyinertia.bench import plots as drawing
+    from pyinertia.bench.documents import Documents
+    from pyinertia.bench.run import Run
     from pyinertia.bench.settings import Settings
+    from pyinertia.bench.steady import Steady
 
+    if documents is not None and steady is not None:
+        raise BenchError("--documents and --steady: pass one of them")
+    is_grid = documents is None and steady is None
     grid = QUICK if quick else FULL
     if flash_attn not in ("on", "off"):
         raise BenchError(f"-fa {flash_attn}: must be on or off")
@@ -135,40 +150,32 @@ def main(
         n_block=block,
         repeats=grid.repeats if repeats is None else repeats,
         full_cache=full_cache,
-        stock_lib=_stock_lib(stock_lib) if steady is None else None,
-        openvino=_openvino(openvino) if steady is None else None,
+        stock_lib=_stock_lib(stock_lib) if is_grid else None,
+        openvino=_openvino(openvino) if is_grid else None,
     )
-    interrupted = _run(wanted, steady, json_file, plots)
-    raise typer.Exit(130 if interrupted else 0)
-
-
-def _run(
-    settings: Settings, n_steady: int | None, json_file: Path | None, plots: Path | None
-) -> bool:
-    """Check, measure, show and write; return whether Ctrl-C ended the measuring."""
-    from pyinertia.bench import plots as drawing
-    from pyinertia.bench import report
-    from pyinertia.bench.run import Run
-    from pyinertia.bench.steady import Steady
-
-    settings.check()
+    wanted.check()
     if json_file and not json_file.absolute().parent.is_dir():
         msg = f"--json {json_file}: there is no such folder"
         raise BenchError(msg)
     if plots:
         drawing.check(plots)
-    if n_steady is None:
-        for line in settings.left_out():
+    benchmark: Documents | Steady | Run
+    if documents is not None:
+        benchmark = Documents(wanted, documents, _numbers("--parallel", parallel))
+    elif steady is not None:
+        benchmark = Steady(wanted, steady)
+    else:
+        for line in wanted.left_out():
             _say(line)
-    benchmark = Run(settings) if n_steady is None else Steady(settings, n_steady)
+        benchmark = Run(wanted)
     interrupted = _interrupted(benchmark.measure, benchmark.total)
     results = benchmark.results()
-    (report.show if n_steady is None else report.show_steady)(_console(), results)
+    report.show(_console(), results)
     if json_file:
         json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for path in drawing.write(results, plots) if plots else []:
         _say(f"wrote {path}")
-    return interrupted
+    raise typer.Exit(130 if interrupted else 0)
 
 
 def _interrupted(measure: Callable[..., None], total: int) -> bool:

@@ -59,7 +59,7 @@ def protect(llm: Llama, n_system: int) -> None:
     Raises:
         CommandError: The budget has no room for them.
     """
-    if not llm.kv_policy.evicts:
+    if not llm.kv_policy.evicts or not n_system:
         return
     try:
         llm.kv_protect(0, n_system)

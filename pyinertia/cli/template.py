@@ -59,12 +59,13 @@ class ChatTemplate:
             return None
         return self._llm.tokenize(after.encode(), add_bos=False, special=True)
 
-    def n_system(self, system: str) -> int:
-        """The number of positions, from the first on, that a system prompt takes."""
-        starts = [
-            self.tokens([{"role": "system", "content": system}, {"role": "user", "content": user}])
-            for user in ("1", "a")
-        ]
+    def n_system(self, system: str | None) -> int:
+        """The number of positions, from the first on, before the first message.
+
+        The system prompt is in them, or what the template says where there is none.
+        """
+        before = [] if system is None else [{"role": "system", "content": system}]
+        starts = [self.tokens([*before, {"role": "user", "content": user}]) for user in ("1", "a")]
         same = (a == b for a, b in zip(*starts, strict=False))
         return next((n for n, equal in enumerate(same) if not equal), min(map(len, starts)))
 
