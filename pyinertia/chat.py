@@ -264,10 +264,14 @@ class Chats(EngineCalls):
     def _is_end(self, token: int) -> bool:
         return bool(llama_cpp.llama_vocab_is_eog(self._model.vocab, token))
 
-    def _check_system(self, n_system: int) -> None:
+    def _n_least(self, n_system: int) -> int:
+        """The smallest budget beside a system message of that many tokens."""
         ranges = (*self._kv_ranges, (0, n_system)) if n_system else tuple(self._kv_ranges)
+        return replace(self.kv_policy, protect=ranges, n_budget=MAX_COUNT).n_least
+
+    def _check_system(self, n_system: int) -> None:
         n_budget = self.kv_policy.n_budget
-        n_least = replace(self.kv_policy, protect=ranges, n_budget=MAX_COUNT).n_least
+        n_least = self._n_least(n_system)
         if not isinstance(n_budget, float) and n_budget < n_least:
             msg = (
                 f"the system message takes {n_system} positions; with the recent ones the budget "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import inspect
 import os
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,7 @@ class Llama(Chats):
         self._kv_query_tokens: list[int] = []
         self._kv_closed = Closed()
         self._kv_sampler: Any = None
+        self._kv_stream: object = None
         self._kv_states: BaseLlamaCache | None = None
         choice("kv_reuse", kv_reuse, KV_REUSES)
         choice("kv_positions", kv_positions, KV_POSITIONS)
@@ -108,6 +111,7 @@ class Llama(Chats):
             if kwargs.get("swa_full") is None:
                 kwargs["swa_full"] = False
         path = os.fspath(model_path)
+        lora_path = kwargs.pop("lora_path", None)
         if self._kv_bounded and kwargs.get("n_ctx") == 0:
             kwargs["n_ctx"] = n_ctx_train(path)
         try:
@@ -121,7 +125,9 @@ class Llama(Chats):
             self.tokenizer_ = Tokenizer(self)
         # the native context has other cells than positions, or is padded to 256
         self._n_positions = self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
-        self._check_adapter()
+        if lora_path:
+            self._load_adapter(lora_path)
+        self._check_draft()
         warn_budget(self.kv_policy, self._n_positions)
         self._attach()
         if kv_positions == "compact":
@@ -151,13 +157,34 @@ class Llama(Chats):
             params.n_seq_max, params.kv_unified = self._n_parallel, False
             params.n_ctx = -(-params.n_ctx // CELL_PAD) * CELL_PAD * self._n_parallel
 
-    def _check_adapter(self) -> None:
-        # the parent compares the null pointer with None and would use it
-        if self.lora_path and not self._lora_adapter:
-            self._lora_adapter = None
+    def _load_adapter(self, path: str) -> None:
+        # the parent would use a null pointer, and keep itself alive by what frees the adapter
+        self.lora_path = path
+        adapter = llama_cpp.llama_adapter_lora_init(self.model, os.fsencode(path))
+        if adapter:
+            self._stack.callback(llama_cpp.llama_adapter_lora_free, adapter)
+            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+            scales = (ctypes.c_float * 1)(self.lora_scale)
+            if llama_cpp.llama_set_adapters_lora(self.ctx, adapters, 1, scales) == 0:
+                return
+        self.close()
+        what = "is not a LoRA adapter for this model" if Path(path).exists() else "does not exist"
+        msg = f"lora_path={path!r} {what}"
+        raise ModelError(msg)
+
+    def _check_draft(self) -> None:
+        if self.draft_model is None:
+            return
+        if self._is_recurrent or self._is_hybrid:
+            architecture = self.metadata.get("general.architecture", "unknown")
             self.close()
-            msg = f"lora_path={self.lora_path!r} is not a LoRA adapter for this model"
+            msg = (
+                f"draft_model: the recurrent state of architecture {architecture!r} cannot take "
+                "rejected tokens back; leave draft_model out"
+            )
             raise ModelError(msg)
+        # the parent has rows for that many logits only, whatever it says
+        self._logits_all = len(self.scores) >= self._n_positions
 
     def _check_compact(self) -> None:
         reason, budget = "", self.kv_policy.n_budget
@@ -211,6 +238,9 @@ class Llama(Chats):
         phase = self._kv_phase
         if phase is None:
             phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
+            self._kv_stream = None
+        if phase == _DECODE and len(tokens) > 1:
+            tokens = tokens[: self._n_step()]
         if self.n_tokens + len(tokens) > self._n_positions and self._kv_closes:
             if phase == _PROMPT:
                 self._check_cells(self.n_tokens, len(tokens))
@@ -221,7 +251,28 @@ class Llama(Chats):
             _native.prompt(self.ctx, 0, len(tokens) if phase == _PROMPT else 0)
             if phase == _PROMPT and self._kv_query_tokens:
                 tokens = self._eval_probed(tokens)
-        super().eval(tokens)
+        if phase == _DECODE and len(tokens) > 1 and not self._logits_all:
+            self._eval_drafted(tokens)
+        else:
+            super().eval(tokens)
+
+    def _n_step(self) -> int:
+        """The most tokens of a decode step: they come in one batch, and the budget has room."""
+        n_room, policy = self._n_positions - self.n_tokens, self.kv_policy
+        if policy.evicts and not isinstance(policy.n_budget, float):
+            n_kept = self._n_least(self._kv_n_system) - policy.n_refresh
+            n_room = min(n_room, policy.n_budget - n_kept)
+        return max(1, min(self.n_batch, int(self.context_params.n_ubatch), n_room))
+
+    def _eval_drafted(self, tokens: Sequence[int]) -> None:
+        """Evaluate a token and what was drafted after it, with the logits of each."""
+        n_past = self.n_tokens
+        self._ctx.kv_cache_seq_rm(-1, n_past, -1)
+        self._batch.set_batch(batch=tokens, n_past=n_past, logits_all=True)
+        self._ctx.decode(self._batch)
+        self.n_tokens = n_past + len(tokens)
+        self.input_ids[n_past : self.n_tokens] = tokens
+        self._requires_eval = False
 
     def _eval_probed(self, tokens: Sequence[int]) -> Sequence[int]:
         """Evaluate all but the last token, each batch followed by the question; return the rest."""
@@ -244,6 +295,9 @@ class Llama(Chats):
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt, as `llama_cpp.Llama.generate` does.
+
+        When it ends, for whatever reason, the cache holds the prompt and what was yielded, but for
+        the last token, which nothing has followed; never what a draft model guessed beyond it.
 
         Raises:
             ValueError: The prompt is empty or longer than n_ctx; the cache stays as it is.
@@ -282,36 +336,52 @@ class Llama(Chats):
     ) -> Generator[int, Sequence[int] | None, list[int] | None]:
         """Generate until positions have to be renumbered; return the tokens that come then."""
         reply = None
+        n_certain = self.n_tokens + len(call.arguments["tokens"])
         with closing(super().generate(*call.args, **call.kwargs)) as stream:
-            while True:
-                self._check_open()
-                # a draft model sends several tokens per decode step, so sizes do not tell
-                self._kv_phase = phase
-                try:
-                    token = stream.send(reply)
-                except StopIteration:
-                    return None
-                finally:
-                    self._kv_phase = None
-                phase = _DECODE
-                reply = yield token
-                new = [token, *(reply or ())]
-                if self._kv_closes and self.n_tokens + len(new) > self._n_positions:
-                    break
+            self._kv_stream = stream
+            try:
+                while True:
+                    self._check_open()
+                    # a draft model sends several tokens per decode step, so sizes do not tell
+                    self._kv_phase = phase
+                    try:
+                        token = stream.send(reply)
+                    except StopIteration:
+                        return None
+                    finally:
+                        self._kv_phase = None
+                    phase = _DECODE
+                    reply = yield token
+                    if self._kv_closes and n_certain + 1 > self._n_positions:
+                        break
+                    n_certain += 1
+            finally:
+                self._drop_drafted(stream, n_certain)
         self._kv_phase = _DECODE
         try:
-            self._close_gaps(len(new))
+            self._close_gaps(1)
         finally:
             self._kv_phase = None
         self._kv_sampler = self._sampler
-        return new
+        return [token]
+
+    def _drop_drafted(self, stream: object, n_certain: int) -> None:
+        """At the end of a stream: take back what was drafted, and not yet accepted."""
+        if self._kv_stream is not stream or self._ctx.ctx is None:
+            return  # the cache is another prompt's by now
+        self._kv_stream = None
+        if self.n_tokens > n_certain:
+            self._ctx.kv_cache_seq_rm(-1, n_certain, -1)
+            self.n_tokens, self._requires_eval = n_certain, True
 
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         # a grammar, penalties and the random numbers go on over a renumbering
         kept, self._kv_sampler = self._kv_sampler, None
         if kept is None and (grammar := kwargs.get("grammar")) is not None:
             self._check_grammar(grammar)
-        return kept or super()._init_sampler(*args, **kwargs)
+        # a logits_processor's sampler holds the model that it is made by
+        owner: Any = weakref.proxy(self)
+        return kept or llama_cpp.Llama._init_sampler(owner, *args, **kwargs)
 
     def _check_grammar(self, grammar: Any) -> None:
         """Raise ValueError for a grammar that llama.cpp cannot read; sampling would crash."""
@@ -328,6 +398,7 @@ class Llama(Chats):
     def reset(self) -> None:
         """Forget all tokens; the cells of the sequence leave at once."""
         super().reset()  # type: ignore[no-untyped-call]
+        self._kv_stream = None
         self._kv_closed = Closed()
         if self._ctx.ctx is not None and not self._kv_refusal:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)

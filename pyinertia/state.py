@@ -118,6 +118,7 @@ def load(llm: Llama, state: llama_cpp.LlamaState) -> None:
         msg = f"this state cannot be loaded: {reason}"
         raise ValueError(msg)
     llm.n_tokens, llm._seed, llm._requires_eval = state.n_tokens, state.seed, True
+    llm._kv_stream = None
     llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
     if llm._logits_all:
         llm.scores[: state.n_tokens] = state.scores[: state.n_tokens]
