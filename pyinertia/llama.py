@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import inspect
 import os
 import weakref
@@ -100,6 +101,7 @@ class Llama(Chats):
         self._kv_closed = Closed()
         self._kv_sampler: Any = None
         self._kv_stream: object = None
+        self._kv_adapter = ""
         self._kv_states: BaseLlamaCache | None = None
         choice("kv_reuse", kv_reuse, KV_REUSES)
         choice("kv_positions", kv_positions, KV_POSITIONS)
@@ -166,6 +168,8 @@ class Llama(Chats):
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
             scales = (ctypes.c_float * 1)(self.lora_scale)
             if llama_cpp.llama_set_adapters_lora(self.ctx, adapters, 1, scales) == 0:
+                digest = hashlib.blake2b(np.memmap(path, np.uint8, "r").data, digest_size=8)
+                self._kv_adapter = f"{Path(path).name} {digest.hexdigest()} x {self.lora_scale}"
                 return
         self.close()
         what = "is not a LoRA adapter for this model" if Path(path).exists() else "does not exist"
