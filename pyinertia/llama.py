@@ -547,6 +547,14 @@ class Llama(Chats):
         """Return the constructor's arguments."""
         return {**super().__getstate__(), **self._kv_arguments}  # type: ignore[no-untyped-call]
 
+    def __enter__(self) -> Llama:
+        """Return the model; the with statement closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the model."""
+        self.close()
+
     def close(self) -> None:
         """Free the model; also after a constructor that failed half-way."""
         if "_stack" in self.__dict__:
