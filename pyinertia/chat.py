@@ -16,7 +16,7 @@ from pyinertia import _native
 from pyinertia.binding import llama_cpp
 from pyinertia.calls import EngineCalls
 from pyinertia.errors import PolicyError
-from pyinertia.loading import IMAGE_HANDLERS, choice
+from pyinertia.loading import choice, refuse_images
 from pyinertia.policy import MAX_COUNT
 
 PROTECTS = ("system", None)
@@ -202,11 +202,13 @@ class Chats(EngineCalls):
             **kwargs: The keywords of `llama_cpp.Llama.create_chat_completion`.
 
         Raises:
-            PolicyError: The budget has no room for the system messages; nothing is evaluated then.
+            PolicyError: The budget has no room for the system messages, or the chat handler is one
+                for images; nothing is evaluated then.
         """
         self._check_open()
         choice("protect", protect, PROTECTS)
-        if self.kv_policy.evicts and not isinstance(self.chat_handler, IMAGE_HANDLERS):
+        if self.kv_policy.evicts:
+            refuse_images(self.chat_handler, self._kv_named())
             messages = list(messages)
             self._kv_said = said(messages)
             if protect is None:
