@@ -85,7 +85,8 @@ class Llama(Chats):
 
         Raises:
             PolicyError: The policy is unknown, out of range, or cannot run on this model.
-            ModelError: The model file is missing or cannot be read.
+            ModelError: The model file is missing or cannot be read, the LoRA adapter does not fit, or
+                the model cannot take back what a draft model guesses.
             TypeError: A keyword is unknown.
         """
         self._kv_refusal = "the model is not loaded"

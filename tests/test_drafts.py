@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import llama_cpp
@@ -72,6 +73,18 @@ def test_greedy_answers_are_those_without_a_draft(tiny, answer, n_batch, logits_
     assert llm.kv_stats().n_tokens - len(PROMPT) - 49 >= (len(draft.ids) - 1) * (n_batch > 4)
 
 
+def test_a_window_that_was_passed_takes_guesses_back(tmp_path):
+    """The window's own cache is full, and its cells are taken again and again."""
+    path = tiny_models.write_gemma3(tmp_path / "gemma3.gguf", n_window=32)
+    prompt = (TOKENS * 2)[:300]
+    expected = take(load(path, swa_full=False), prompt, 300)
+    draft = Guess(prompt, expected)
+    llm = load(path, swa_full=False, draft_model=draft)
+    assert take(llm, prompt, 290) == expected[:290]
+    assert llama_cpp.llama_memory_seq_pos_min(llm._ctx.memory, 0) > 300
+    assert len(draft.ids) < 290 / 3
+
+
 def test_after_a_cut_answers_are_those_of_the_same_cells(tiny):
     draft = LlamaPromptLookupDecoding(num_pred_tokens=5)
     llm = load(tiny, cls=Recording, kv_policy=POLICY, draft_model=draft)
@@ -106,9 +119,10 @@ def test_rejected_guesses_count_for_nothing_in_the_scores(model):
         llama_cpp.llama_free(context.ctx)
 
 
+@pytest.mark.parametrize("prefill", ["full", "bounded"])
 @pytest.mark.parametrize("n_budget", [11, 12, 14, 40])
-def test_guesses_take_the_room_that_the_budget_has(tiny, n_budget):
-    policy = KVPolicy(n_budget=n_budget, n_sink=2, n_recent=8, n_window=4, n_pool=1)
+def test_guesses_take_the_room_that_the_budget_has(tiny, n_budget, prefill):
+    policy = replace(POLICY, n_budget=n_budget, prefill=prefill)
     llm = load(tiny, kv_policy=policy, draft_model=LlamaPromptLookupDecoding())
     counts = []
     for _ in islice(llm.generate(PROMPT, temp=0.0), 60):
