@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
-import hashlib
 import inspect
 import os
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pyinertia import _native, state
+from pyinertia.adapter import load_adapter
 from pyinertia.binding import BaseLlamaCache, LlamaTokenizer, llama_cpp
-from pyinertia.chat import Chats
+from pyinertia.drafts import Drafts
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.loading import (
     check_keywords,
@@ -37,7 +35,7 @@ KV_POSITIONS = ("keep", "compact")
 _PROMPT, _DECODE = "prompt", "decode"
 
 
-class Llama(Chats):
+class Llama(Drafts):
     """A llama.cpp model whose KV cache keeps only the cells worth keeping.
 
     Everything `llama_cpp.Llama` does works unchanged. A prompt that continues all tokens in the
@@ -85,8 +83,8 @@ class Llama(Chats):
 
         Raises:
             PolicyError: The policy is unknown, out of range, or cannot run on this model.
-            ModelError: The model file is missing or cannot be read, the LoRA adapter does not fit, or
-                the model cannot take back what a draft model guesses.
+            ModelError: The model file is missing or cannot be read, the LoRA adapter does not fit,
+                or the model cannot take back what a draft model guesses.
             TypeError: A keyword is unknown.
         """
         self._kv_refusal = "the model is not loaded"
@@ -101,7 +99,6 @@ class Llama(Chats):
         self._kv_query_tokens: list[int] = []
         self._kv_closed = Closed()
         self._kv_sampler: Any = None
-        self._kv_stream: object = None
         self._kv_adapter = ""
         self._kv_states: BaseLlamaCache | None = None
         choice("kv_reuse", kv_reuse, KV_REUSES)
@@ -128,9 +125,13 @@ class Llama(Chats):
             self.tokenizer_ = Tokenizer(self)
         # the native context has other cells than positions, or is padded to 256
         self._n_positions = self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
-        if lora_path:
-            self._load_adapter(lora_path)
-        self._check_draft()
+        try:
+            if lora_path:
+                self.lora_path, self._kv_adapter = lora_path, load_adapter(self, lora_path)
+            self._check_draft()
+        except ModelError:
+            self.close()
+            raise
         warn_budget(self.kv_policy, self._n_positions)
         self._attach()
         if kv_positions == "compact":
@@ -159,37 +160,6 @@ class Llama(Chats):
             params = self.context_params
             params.n_seq_max, params.kv_unified = self._n_parallel, False
             params.n_ctx = -(-params.n_ctx // CELL_PAD) * CELL_PAD * self._n_parallel
-
-    def _load_adapter(self, path: str) -> None:
-        # the parent would use a null pointer, and keep itself alive by what frees the adapter
-        self.lora_path = path
-        adapter = llama_cpp.llama_adapter_lora_init(self.model, os.fsencode(path))
-        if adapter:
-            self._stack.callback(llama_cpp.llama_adapter_lora_free, adapter)
-            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
-            scales = (ctypes.c_float * 1)(self.lora_scale)
-            if llama_cpp.llama_set_adapters_lora(self.ctx, adapters, 1, scales) == 0:
-                digest = hashlib.blake2b(np.memmap(path, np.uint8, "r").data, digest_size=8)
-                self._kv_adapter = f"{Path(path).name} {digest.hexdigest()} x {self.lora_scale}"
-                return
-        self.close()
-        what = "is not a LoRA adapter for this model" if Path(path).exists() else "does not exist"
-        msg = f"lora_path={path!r} {what}"
-        raise ModelError(msg)
-
-    def _check_draft(self) -> None:
-        if self.draft_model is None:
-            return
-        if self._is_recurrent or self._is_hybrid:
-            architecture = self.metadata.get("general.architecture", "unknown")
-            self.close()
-            msg = (
-                f"draft_model: the recurrent state of architecture {architecture!r} cannot take "
-                "rejected tokens back; leave draft_model out"
-            )
-            raise ModelError(msg)
-        # the parent has rows for that many logits only, whatever it says
-        self._logits_all = len(self.scores) >= self._n_positions
 
     def _check_compact(self) -> None:
         reason, budget = "", self.kv_policy.n_budget
@@ -260,24 +230,6 @@ class Llama(Chats):
             self._eval_drafted(tokens)
         else:
             super().eval(tokens)
-
-    def _n_step(self) -> int:
-        """The most tokens of a decode step: they come in one batch, and the budget has room."""
-        n_room, policy = self._n_positions - self.n_tokens, self.kv_policy
-        if policy.evicts and not isinstance(policy.n_budget, float):
-            n_kept = self._n_least(self._kv_n_system) - policy.n_refresh
-            n_room = min(n_room, policy.n_budget - n_kept)
-        return max(1, min(self.n_batch, int(self.context_params.n_ubatch), n_room))
-
-    def _eval_drafted(self, tokens: Sequence[int]) -> None:
-        """Evaluate a token and what was drafted after it, with the logits of each."""
-        n_past = self.n_tokens
-        self._ctx.kv_cache_seq_rm(-1, n_past, -1)
-        self._batch.set_batch(batch=tokens, n_past=n_past, logits_all=True)
-        self._ctx.decode(self._batch)
-        self.n_tokens = n_past + len(tokens)
-        self.input_ids[n_past : self.n_tokens] = tokens
-        self._requires_eval = False
 
     def _eval_probed(self, tokens: Sequence[int]) -> Sequence[int]:
         """Evaluate all but the last token, each batch followed by the question; return the rest."""
@@ -369,15 +321,6 @@ class Llama(Chats):
             self._kv_phase = None
         self._kv_sampler = self._sampler
         return [token]
-
-    def _drop_drafted(self, stream: object, n_certain: int) -> None:
-        """At the end of a stream: take back what was drafted, and not yet accepted."""
-        if self._kv_stream is not stream or self._ctx.ctx is None:
-            return  # the cache is another prompt's by now
-        self._kv_stream = None
-        if self.n_tokens > n_certain:
-            self._ctx.kv_cache_seq_rm(-1, n_certain, -1)
-            self.n_tokens, self._requires_eval = n_certain, True
 
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         # a grammar, penalties and the random numbers go on over a renumbering
