@@ -262,6 +262,16 @@ def test_tokens_that_are_sent_are_guesses(tiny, answer):
     assert given == answer[:12]
 
 
+def test_tokens_that_are_sent_to_a_recurrent_model_are_left_out(tmp_path):
+    path = tiny_models.write_mamba(tmp_path / "mamba.gguf")
+    expected, llm = take(load(path), PROMPT, 8), load(path)
+    stream = llm.generate(PROMPT, temp=0.0)
+    given = [next(stream)]
+    for _ in range(7):
+        given.append(stream.send([7, 8]))
+    assert given == expected
+
+
 @pytest.mark.parametrize("name", ["falcon-h1", "mamba"])
 def test_a_state_that_cannot_take_tokens_back_is_refused(tmp_path, name):
     path = tmp_path / f"{name}.gguf"
