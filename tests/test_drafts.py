@@ -8,6 +8,7 @@ from itertools import islice
 import llama_cpp
 import numpy as np
 import pytest
+import serving
 import tiny_families
 import tiny_models
 from helpers import positions
@@ -233,6 +234,35 @@ def test_a_chat_with_a_draft_never_starts_over(tiny):
         assert llm.steps[n_steps].n_past == n_held
     assert llm.kv_stats().n_evicted > 200
     assert len(llm.steps[-1].tokens) == 7
+
+
+def test_a_cached_state_holds_no_guesses(tiny):
+    llm = load(tiny, cls=Spy, kv_policy=POLICY, draft_model=LlamaPromptLookupDecoding())
+    states = llama_cpp.LlamaRAMCache()
+    llm.set_cache(states)
+    llm.create_completion(PROMPT, max_tokens=9, temperature=0.0)
+    (state,) = states.cache_state.values()
+    assert state.input_ids.tolist() == PROMPT + llm.given[:-1]
+
+
+def test_a_served_chat_with_a_draft_never_starts_over(tiny):
+    draft = ["--draft-model", "prompt-lookup-decoding", "--draft-model-num-pred-tokens", "5"]
+    policy = ["--kv-policy", "inertiakv", "--kv-budget", "256", "--n-batch", "64"]
+    messages, n_held = [serving.SYSTEM], 0
+    with serving.served(tiny, *serving.THREAD, *policy, *draft) as (address, _):
+        client = serving.client_of(address)
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"{turn} abc abc " * 20})
+            answer = client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                max_tokens=24,
+                extra_body={"grammar": "root ::= [a-c]{40}"},
+            )
+            assert answer.usage.prompt_tokens_details.cached_tokens == n_held
+            n_held = answer.usage.prompt_tokens + 24 - 1
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    assert answer.usage.kv_tokens_evicted > 400
 
 
 def test_an_old_generator_that_is_closed_late_touches_nothing(tiny, answer):
