@@ -6,7 +6,8 @@ and takes the first wrong guess and those after it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from pyinertia.chat import Chats
 from pyinertia.errors import ModelError
@@ -17,6 +18,7 @@ class Drafts(Chats):
 
     _n_positions: int
     _kv_stream: object = None  # the generator whose guesses may be in the cache
+    _kv_n_certain: int | None = None  # while it samples: the tokens that are no guesses
 
     def _check_draft(self) -> None:
         if self.draft_model is None:
@@ -59,3 +61,8 @@ class Drafts(Chats):
         if self.n_tokens > n_certain:
             self._ctx.kv_cache_seq_rm(-1, n_certain, -1)
             self.n_tokens, self._requires_eval = n_certain, True
+
+
+def without_guesses(llm: Drafts, processor: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a logits processor that is not shown the guesses, as the parent would show them."""
+    return lambda input_ids, scores: processor(input_ids[: llm._kv_n_certain], scores)

@@ -15,7 +15,7 @@ import numpy as np
 from pyinertia import _native, state
 from pyinertia.adapter import load_adapter
 from pyinertia.binding import BaseLlamaCache, LlamaTokenizer, llama_cpp
-from pyinertia.drafts import Drafts
+from pyinertia.drafts import Drafts, without_guesses
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.loading import (
     check_keywords,
@@ -300,13 +300,13 @@ class Llama(Drafts):
                 while True:
                     self._check_open()
                     # a draft model sends several tokens per decode step, so sizes do not tell
-                    self._kv_phase = phase
+                    self._kv_phase, self._kv_n_certain = phase, n_certain
                     try:
                         token = stream.send(reply)
                     except StopIteration:
                         return None
                     finally:
-                        self._kv_phase = None
+                        self._kv_phase = self._kv_n_certain = None
                     phase = _DECODE
                     reply = yield token
                     if self._kv_closes and n_certain + 1 > self._n_positions:
@@ -329,6 +329,8 @@ class Llama(Drafts):
             self._check_grammar(grammar)
         # a logits_processor's sampler holds the model that it is made by
         owner: Any = weakref.proxy(self)
+        if processors := kwargs.get("logits_processor"):
+            kwargs["logits_processor"] = [without_guesses(owner, one) for one in processors]
         return kept or llama_cpp.Llama._init_sampler(owner, *args, **kwargs)
 
     def _check_grammar(self, grammar: Any) -> None:

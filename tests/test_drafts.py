@@ -132,6 +132,25 @@ def test_guesses_take_the_room_that_the_budget_has(tiny, n_budget, prefill):
     assert {0, 1} <= set(positions(llm))
 
 
+def test_a_logits_processor_sees_no_guesses(tiny):
+    """As many even tokens as odd ones: what it allows depends on what it sees."""
+
+    def balance(input_ids, scores):
+        seen.append(input_ids.tolist())
+        n_odd = int((input_ids % 2).sum())
+        is_odd = np.arange(scores.size) % 2 == 1
+        return np.where(is_odd == (n_odd <= len(input_ids) // 2), scores, -np.inf)
+
+    settings = {"temp": 0.0, "logits_processor": llama_cpp.LogitsProcessorList([balance])}
+    seen: list[list[int]] = []
+    expected = list(islice(load(tiny).generate(PROMPT, **settings), 30))
+    plain, seen = seen, []
+    llm = load(tiny, draft_model=Guess(PROMPT, expected))
+    assert list(islice(llm.generate(PROMPT, **settings), 30)) == expected
+    assert seen == plain
+    assert seen[-1] == PROMPT + expected[:-1]
+
+
 # the end
 
 
