@@ -16,7 +16,7 @@ from pyinertia import _native
 from pyinertia.binding import llama_cpp
 from pyinertia.calls import EngineCalls
 from pyinertia.errors import PolicyError
-from pyinertia.loading import IMAGE_HANDLERS, choice
+from pyinertia.loading import choice, refuse_images
 from pyinertia.policy import MAX_COUNT
 
 PROTECTS = ("system", None)
@@ -140,6 +140,9 @@ def n_system(
 ) -> int | None:
     """Return how many tokens of the prompt hold its system messages, and all before them.
 
+    Without system messages these are the tokens before the first other one: a template may say
+    something of its own there.
+
     Args:
         said: What the messages say.
         prompt: The rendered conversation.
@@ -158,7 +161,8 @@ def n_system(
             return None
         end = start + len(text)
     if not end:
-        return 0
+        start = max(0, prompt.find(said.after)) if said.after else 0
+        return _n_common(tokenizer.tokenize(prompt[:start].encode(), add_bos, True), tokens)
     # a short text may also stand in the template's own words, which come first
     if said.after:
         limit = prompt.find(said.after, end)
@@ -166,13 +170,18 @@ def n_system(
             return None  # some templates put the system message into the last turn
         end = prompt.rfind(said.system[-1], 0, limit) + len(said.system[-1])
     head = tokenizer.tokenize(prompt[:end].encode(), add_bos, True)
-    n = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
+    n = _n_common(head, tokens)
     # the last token of the text may hold the beginning of what follows
     n_bytes = len(tokenizer.detokenize(head[n:], None, True))
     while n < len(tokens) and n_bytes > 0:
         n_bytes -= len(tokenizer.detokenize([tokens[n]], None, True))
         n += 1
     return n + 1 if n < len(tokens) and is_end(tokens[n]) else n
+
+
+def _n_common(a: list[int], b: list[int]) -> int:
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 class Chats(EngineCalls):
@@ -185,6 +194,7 @@ class Chats(EngineCalls):
         self._kv_chat = Conversation()
         self._kv_next_chat: Conversation | None = None
         self._kv_said: Said | None = None
+        self._kv_protect_system = True
         self._kv_n_system = 0
         super().__init__(*args, **kwargs)
 
@@ -197,25 +207,26 @@ class Chats(EngineCalls):
             messages: The whole conversation. If it continues the last one and its answer, only
                 what is new is evaluated.
             *args: The arguments of `llama_cpp.Llama.create_chat_completion`.
-            protect: "system": the leading system messages, and what stands before them, are never
-                evicted. None: they are ranked like the rest.
+            protect: "system": the leading system messages, or what the template says where there
+                are none, and all before them, are never evicted. None: they are ranked like the
+                rest.
             **kwargs: The keywords of `llama_cpp.Llama.create_chat_completion`.
 
         Returns:
             The completion in OpenAI's form, or an iterator of chunks with stream=True.
 
         Raises:
-            PolicyError: The budget has no room for the system messages, nothing is evaluated then;
-                or protect is something else.
+            PolicyError: The budget has no room for the system messages, or the chat handler is one
+                for images, nothing is evaluated then; or protect is something else.
             ValueError: The chat is longer than n_ctx, or the model was closed.
         """
         self._check_open()
         choice("protect", protect, PROTECTS)
-        if self.kv_policy.evicts and not isinstance(self.chat_handler, IMAGE_HANDLERS):
+        if self.kv_policy.evicts:
+            refuse_images(self.chat_handler, self._kv_named())
             messages = list(messages)
             self._kv_said = said(messages)
-            if protect is None:
-                self._kv_said = replace(self._kv_said, system=[])
+            self._kv_protect_system = protect == "system"
         try:
             return super().create_chat_completion(messages, *args, **kwargs)
         finally:
@@ -239,7 +250,9 @@ class Chats(EngineCalls):
         tokens = self._kv_chat.continued(prompt, history, said.replies, tokenizer, self._is_end)
         if tokens is None:
             tokens = super().tokenize(text, add_bos, special)
-        n = n_system(said, prompt, tokens, tokenizer, self._is_end, add_bos)
+        n: int | None = 0
+        if self._kv_protect_system:
+            n = n_system(said, prompt, tokens, tokenizer, self._is_end, add_bos)
         if n is None:
             warnings.warn(
                 f"chat_format={self.chat_format!r} leaves the system message out of the prompt, or "
@@ -248,7 +261,10 @@ class Chats(EngineCalls):
                 stacklevel=5,
             )
             n = 0
-        self._check_system(n)
+        if said.system:
+            self._check_system(n)
+        elif not self._has_room(n):
+            n = 0  # the template's own words; nobody asked for them
         self._kv_next_chat = Conversation(prompt, tokens, n)
         return list(tokens)
 
@@ -275,15 +291,21 @@ class Chats(EngineCalls):
     def _is_end(self, token: int) -> bool:
         return bool(llama_cpp.llama_vocab_is_eog(self._model.vocab, token))
 
-    def _check_system(self, n_system: int) -> None:
+    def _n_least(self, n_system: int) -> int:
+        """The smallest budget beside a system message of that many tokens."""
         ranges = (*self._kv_ranges, (0, n_system)) if n_system else tuple(self._kv_ranges)
-        n_budget = self.kv_policy.n_budget
-        n_least = replace(self.kv_policy, protect=ranges, n_budget=MAX_COUNT).n_least
-        if not isinstance(n_budget, float) and n_budget < n_least:
+        return replace(self.kv_policy, protect=ranges, n_budget=MAX_COUNT).n_least
+
+    def _has_room(self, n_system: int) -> bool:
+        n_budget = self.kv_policy.n_budget  # a share is never less than what must stay
+        return isinstance(n_budget, float) or n_budget >= self._n_least(n_system)
+
+    def _check_system(self, n_system: int) -> None:
+        if not self._has_room(n_system):
             msg = (
                 f"the system message takes {n_system} positions; with the recent ones the budget "
-                f"must be at least {n_least}, it is {n_budget}. Shorten the message, raise "
-                "kv_budget, or pass protect=None"
+                f"must be at least {self._n_least(n_system)}, it is {self.kv_policy.n_budget}. "
+                "Shorten the message, raise kv_budget, or pass protect=None"
             )
             raise PolicyError(msg)
 

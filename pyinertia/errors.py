@@ -14,7 +14,7 @@ class PolicyError(PyInertiaError, ValueError):
 
 
 class ModelError(PyInertiaError, ValueError):
-    """A model file cannot be read."""
+    """A model file cannot be read, or does not go with an adapter or a draft model."""
 
 
 class BenchError(PyInertiaError, ValueError):

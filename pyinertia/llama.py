@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from pyinertia import _native, state
+from pyinertia.adapter import load_adapter
 from pyinertia.binding import BaseLlamaCache, LlamaTokenizer, llama_cpp
-from pyinertia.chat import Chats
+from pyinertia.drafts import Drafts, without_guesses
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.loading import (
     check_keywords,
@@ -34,7 +35,7 @@ KV_POSITIONS = ("keep", "compact")
 _PROMPT, _DECODE = "prompt", "decode"
 
 
-class Llama(Chats):
+class Llama(Drafts):
     """A llama.cpp model whose KV cache keeps only the cells worth keeping.
 
     Everything `llama_cpp.Llama` does works unchanged. A prompt that continues all tokens in the
@@ -89,7 +90,8 @@ class Llama(Chats):
 
         Raises:
             PolicyError: The policy is unknown, out of range, or cannot run on this model.
-            ModelError: The model file is missing or cannot be read.
+            ModelError: The model file is missing or cannot be read, the LoRA adapter does not fit,
+                or the model cannot take back what a draft model guesses.
             TypeError: A keyword is unknown.
         """
         self._kv_refusal = "the model is not loaded"
@@ -104,6 +106,7 @@ class Llama(Chats):
         self._kv_query_tokens: list[int] = []
         self._kv_closed = Closed()
         self._kv_sampler: Any = None
+        self._kv_adapter = ""
         self._kv_states: BaseLlamaCache | None = None
         choice("kv_reuse", kv_reuse, KV_REUSES)
         choice("kv_positions", kv_positions, KV_POSITIONS)
@@ -115,6 +118,7 @@ class Llama(Chats):
             if kwargs.get("swa_full") is None:
                 kwargs["swa_full"] = False
         path = os.fspath(model_path)
+        lora_path = kwargs.pop("lora_path", None)
         if self._kv_bounded and kwargs.get("n_ctx") == 0:
             kwargs["n_ctx"] = n_ctx_train(path)
         try:
@@ -128,7 +132,13 @@ class Llama(Chats):
             self.tokenizer_ = Tokenizer(self)
         # the native context has other cells than positions, or is padded to 256
         self._n_positions = self._n_ctx = self.context_params.n_ctx = len(self.input_ids)
-        self._check_adapter()
+        try:
+            if lora_path:
+                self.lora_path, self._kv_adapter = lora_path, load_adapter(self, lora_path)
+            self._check_draft()
+        except ModelError:
+            self.close()
+            raise
         warn_budget(self.kv_policy, self._n_positions)
         self._attach()
         if kv_positions == "compact":
@@ -157,14 +167,6 @@ class Llama(Chats):
             params = self.context_params
             params.n_seq_max, params.kv_unified = self._n_parallel, False
             params.n_ctx = -(-params.n_ctx // CELL_PAD) * CELL_PAD * self._n_parallel
-
-    def _check_adapter(self) -> None:
-        # the parent compares the null pointer with None and would use it
-        if self.lora_path and not self._lora_adapter:
-            self._lora_adapter = None
-            self.close()
-            msg = f"lora_path={self.lora_path!r} is not a LoRA adapter for this model"
-            raise ModelError(msg)
 
     def _check_compact(self) -> None:
         reason, budget = "", self.kv_policy.n_budget
@@ -223,6 +225,9 @@ class Llama(Chats):
         phase = self._kv_phase
         if phase is None:
             phase = _PROMPT if len(tokens) > 1 or self.n_tokens == 0 else _DECODE
+            self._kv_stream = None
+        if phase == _DECODE and len(tokens) > 1:
+            tokens = tokens[: self._n_step()]
         if self.n_tokens + len(tokens) > self._n_positions and self._kv_closes:
             if phase == _PROMPT:
                 self._check_cells(self.n_tokens, len(tokens))
@@ -233,7 +238,10 @@ class Llama(Chats):
             _native.prompt(self.ctx, 0, len(tokens) if phase == _PROMPT else 0)
             if phase == _PROMPT and self._kv_query_tokens:
                 tokens = self._eval_probed(tokens)
-        super().eval(tokens)
+        if phase == _DECODE and len(tokens) > 1 and not self._logits_all:
+            self._eval_drafted(tokens)
+        else:
+            super().eval(tokens)
 
     def _eval_probed(self, tokens: Sequence[int]) -> Sequence[int]:
         """Evaluate all but the last token, each batch followed by the question; return the rest."""
@@ -257,7 +265,9 @@ class Llama(Chats):
     ) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt, as `llama_cpp.Llama.generate` does.
 
-        It goes on until the caller stops it, or stopping_criteria do.
+        When it ends, for whatever reason, the cache holds the prompt and what was yielded, but for
+        the last token, which nothing has followed; never what a draft model guessed beyond it. It
+        goes on until the caller stops it, or stopping_criteria do.
 
         Args:
             tokens: Token ids [n] of the whole prompt; what the cache has of it is reused, see
@@ -306,36 +316,45 @@ class Llama(Chats):
     ) -> Generator[int, Sequence[int] | None, list[int] | None]:
         """Generate until positions have to be renumbered; return the tokens that come then."""
         reply = None
+        n_certain = self.n_tokens + len(call.arguments["tokens"])
         with closing(super().generate(*call.args, **call.kwargs)) as stream:
-            while True:
-                self._check_open()
-                # a draft model sends several tokens per decode step, so sizes do not tell
-                self._kv_phase = phase
-                try:
-                    token = stream.send(reply)
-                except StopIteration:
-                    return None
-                finally:
-                    self._kv_phase = None
-                phase = _DECODE
-                reply = yield token
-                new = [token, *(reply or ())]
-                if self._kv_closes and self.n_tokens + len(new) > self._n_positions:
-                    break
+            self._kv_stream = stream
+            try:
+                while True:
+                    self._check_open()
+                    # a draft model sends several tokens per decode step, so sizes do not tell
+                    self._kv_phase, self._kv_n_certain = phase, n_certain
+                    try:
+                        token = stream.send(reply)
+                    except StopIteration:
+                        return None
+                    finally:
+                        self._kv_phase = self._kv_n_certain = None
+                    phase = _DECODE
+                    reply = yield token
+                    if self._kv_closes and n_certain + 1 > self._n_positions:
+                        break
+                    n_certain += 1
+            finally:
+                self._drop_drafted(stream, n_certain)
         self._kv_phase = _DECODE
         try:
-            self._close_gaps(len(new))
+            self._close_gaps(1)
         finally:
             self._kv_phase = None
         self._kv_sampler = self._sampler
-        return new
+        return [token]
 
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         # a grammar, penalties and the random numbers go on over a renumbering
         kept, self._kv_sampler = self._kv_sampler, None
         if kept is None and (grammar := kwargs.get("grammar")) is not None:
             self._check_grammar(grammar)
-        return kept or super()._init_sampler(*args, **kwargs)
+        # a logits_processor's sampler holds the model that it is made by
+        owner: Any = weakref.proxy(self)
+        if processors := kwargs.get("logits_processor"):
+            kwargs["logits_processor"] = [without_guesses(owner, one) for one in processors]
+        return kept or llama_cpp.Llama._init_sampler(owner, *args, **kwargs)
 
     def _check_grammar(self, grammar: Any) -> None:
         """Raise ValueError for a grammar that llama.cpp cannot read; sampling would crash."""
@@ -352,6 +371,7 @@ class Llama(Chats):
     def reset(self) -> None:
         """Forget all tokens; the cells of the sequence leave at once."""
         super().reset()  # type: ignore[no-untyped-call]
+        self._kv_stream = None
         self._kv_closed = Closed()
         if self._ctx.ctx is not None and not self._kv_refusal:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)
@@ -501,6 +521,14 @@ class Llama(Chats):
     def __getstate__(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return {**super().__getstate__(), **self._kv_arguments}  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Llama:
+        """Return the model; the with statement closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the model."""
+        self.close()
 
     def close(self) -> None:
         """Free the model; also after a constructor that failed half-way."""

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pyinertia.binding import llama_cpp
+from pyinertia.binding import IMAGE_HANDLERS, llama_cpp
 from pyinertia.errors import ModelError, PolicyError
 from pyinertia.policy import KVPolicy
 from pyinertia.vocabulary import open_vocabulary
@@ -20,10 +20,6 @@ LEGACY_KEYWORDS = frozenset(
     {"f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps", "rpc_servers"}
 )
 LEAST_USEFUL_BUDGET = 256
-IMAGE_HANDLERS = (
-    llama_cpp.llama_chat_format.Llava15ChatHandler,
-    llama_cpp.llama_chat_format.MTMDChatHandler,
-)
 
 
 def check_keywords(kwargs: dict[str, Any], ours: Iterable[str]) -> None:
@@ -54,7 +50,12 @@ def refuse_unservable(kwargs: dict[str, Any], named: str) -> None:
     if kwargs.get("embedding"):
         msg = f"{named} needs a model that generates, embedding=True does not; use kv_policy=None"
         raise PolicyError(msg)
-    if isinstance(kwargs.get("chat_handler"), IMAGE_HANDLERS):
+    refuse_images(kwargs.get("chat_handler"), named)
+
+
+def refuse_images(chat_handler: object, named: str) -> None:
+    """Raise PolicyError for a chat handler that puts images into the cache; named: the policy."""
+    if isinstance(chat_handler, IMAGE_HANDLERS):
         msg = (
             f"{named} does not serve images, whose cells may share a position; "
             "use kv_policy=None with this chat_handler"

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,6 +117,7 @@ def load(llm: Llama, state: llama_cpp.LlamaState) -> None:
         msg = f"this state cannot be loaded: {reason}"
         raise ValueError(msg)
     llm.n_tokens, llm._seed, llm._requires_eval = state.n_tokens, state.seed, True
+    llm._kv_stream = None
     llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
     if llm._logits_all:
         llm.scores[: state.n_tokens] = state.scores[: state.n_tokens]
@@ -231,7 +231,7 @@ def _fingerprint(llm: Llama) -> str:
     name = llm.metadata.get("general.name", llm.metadata.get("general.architecture", "unknown"))
     sizes = llama_cpp.llama_model_n_params(llm.model), llama_cpp.llama_model_size(llm.model)
     digest = hashlib.blake2b(repr((sorted(llm.metadata.items()), sizes)).encode(), digest_size=8)
-    adapter = f", {Path(llm.lora_path).name} x {llm.lora_scale}" if llm.lora_path else ""
+    adapter = f", {llm._kv_adapter}" if llm._kv_adapter else ""
     return f"{name} ({digest.hexdigest()}{adapter})"
 
 

@@ -247,6 +247,25 @@ def test_a_system_message_beyond_the_budget_is_refused_before_anything_is_evalua
     assert llm.kv_stats().n_tokens - n_before < 100
 
 
+def test_what_the_template_says_by_itself_never_leaves(tiny):
+    own = "<system>As always.</s>"
+    template = (
+        "{% if messages[0].role != 'system' %}" + own + "{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
+    )
+    formatter = Jinja2ChatFormatter(template, eos_token="</s>", bos_token="<s>")
+    llm = load(tiny, n_ctx=2048, kv_budget=60, chat_handler=formatter.to_chat_handler())
+    messages = []
+    for turn in range(3):
+        talk(llm, messages, f"{turn} " * 30, grammar=letters())
+        n_own = len(llm.tokenize(own.encode(), False, True))
+        assert llm._kv_n_system == n_own + len("<user>")
+        assert set(range(n_own)) <= set(positions(llm))
+    messages = []
+    talk(llm, messages, "hello " * 20, grammar=letters(), protect=None)
+    assert llm._kv_n_system == 0
+
+
 def test_a_format_that_drops_the_system_message_is_told(tiny):
     llm = load(tiny, n_ctx=2048, chat_format="gemma")
     with pytest.warns(UserWarning, match="'gemma' leaves the system message out of the prompt"):

@@ -36,6 +36,32 @@ def write_chat(path: Path, template: str = CHAT_TEMPLATE) -> Path:
     return finish(writer, path, _decoder(writer, N_LAYER))
 
 
+LORA_RANK, LORA_ALPHA = 4, 16.0
+LORA_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_down")
+
+
+def write_lora(path: Path, seed: int = 0) -> Path:
+    """A LoRA adapter for write_llama and write_chat."""
+    n_kv = N_EMBD // N_HEAD * N_HEAD_KV
+    sizes = {"attn_k": (N_EMBD, n_kv), "attn_v": (N_EMBD, n_kv), "ffn_down": (N_FF, N_EMBD)}
+    writer = GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", LORA_ALPHA)
+    rng = np.random.default_rng(seed)
+    for il in range(N_LAYER):
+        for target in LORA_TARGETS:
+            n_in, n_out = sizes.get(target, (N_EMBD, N_EMBD))
+            a, b = (
+                rng.normal(0, n_in**-0.5, (LORA_RANK, n_in)),
+                rng.normal(0, 0.1, (n_out, LORA_RANK)),
+            )
+            for part, values in (("a", a), ("b", b)):
+                name = f"blk.{il}.{target}.weight.lora_{part}"
+                writer.add_tensor(name, values.astype(np.float32))
+    return _write(writer, path)
+
+
 def write_longrope(path: Path, n_short: int) -> Path:
     """A llama whose RoPE factors differ above n_short positions."""
     writer = start(path, "llama", N_LAYER)
@@ -197,6 +223,10 @@ def finish(writer: GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]]) -
         if name.startswith("rope_factors"):
             values = 1 + np.abs(values)
         writer.add_tensor(name, values.astype(np.float32))
+    return _write(writer, path)
+
+
+def _write(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
