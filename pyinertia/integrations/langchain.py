@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, InstanceOf, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 from typing_extensions import Self
 
 from pyinertia.binding import LlamaGrammar, llama_cpp
@@ -28,7 +28,7 @@ class _Model(BaseModel):
 
     client: Any = None
     model_path: str = ""
-    model_kwargs: dict[str, Any]
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
     grammar: Any = None
     grammar_path: Any = None
 
@@ -54,10 +54,12 @@ class _Model(BaseModel):
             self.grammar = LlamaGrammar.from_file(self.grammar_path)
         elif isinstance(self.grammar, str):
             self.grammar = LlamaGrammar.from_string(self.grammar)
-        given = self.model_fields_set & KEYWORDS
         if self.client is None:
+            if not self.model_path:
+                msg = "pass model_path=FILE, or a Llama that is open as client="
+                raise ValueError(msg)
             self.client = Llama(self.model_path, **self._keywords())
-        elif given:
+        elif given := self.model_fields_set & {"model_path", "model_kwargs", *KEYWORDS}:
             msg = f"{', '.join(sorted(given))}: the client is loaded already; pass them to it"
             raise ValueError(msg)
         return self

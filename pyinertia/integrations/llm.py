@@ -129,7 +129,12 @@ def _keep(known: dict[str, dict[str, Any]]) -> None:
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
     """Tell llm which models there are."""
-    for name, one in _known().items():
+    try:
+        known = _known()
+    except click.ClickException as error:  # the models of others are there all the same
+        click.echo(f"pyinertia: {error.message}", err=True)
+        return
+    for name, one in known.items():
         register(Model(name, one["path"], one["options"]), aliases=one["aliases"])
 
 
