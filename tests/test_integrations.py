@@ -292,16 +292,15 @@ def test_llm_s_example(here, user):
 def test_llm_s_chat_is_appended_to(tiny, user, n_evaluated):
     import llm as library
 
-    given = {name: value for name, value in SMALL.items() if name != "kv_policy"}
-    options = [text for name, value in given.items() for text in ("-o", name, value)]
-    run_llm("pyinertia", "add", "tiny", tiny, "-a", "small", *options)
-    model = library.get_model("small")
+    run_llm("pyinertia", "add", "tiny", tiny)
+    model = library.get_model("tiny")
     talk = model.conversation()
+    small = {name: value for name, value in SMALL.items() if name != "kv_policy"}
     schema = {"enum": ["a" * 10]}  # which is 12 bytes of JSON
 
     def turn(text: str) -> None:
         system = None if talk.responses else SYSTEM
-        answer = talk.prompt(text, system=system, schema=schema, temperature=0)
+        answer = talk.prompt(text, system=system, schema=schema, temperature=0, **small)
         assert answer.text() == '"aaaaaaaaaa"'
         assert answer.output_tokens == 12
         details = answer.token_details
@@ -309,25 +308,50 @@ def test_llm_s_chat_is_appended_to(tiny, user, n_evaluated):
         assert details["kv_tokens_kept"] == model._llama.kv_cells()["pos"].size
 
     check_chat(turn, lambda: model._llama, n_evaluated)
-    kept = model._llama
+    before = model._llama
     model.prompt("Hello", kv_budget=96, max_tokens=2).text()
     assert model._llama.kv_policy.n_budget == 96
-    assert kept._ctx.ctx is None  # one model at a time
+    assert before._ctx.ctx is None  # one model at a time
+
+
+@llm
+def test_llm_s_own_defaults_and_options_reach_the_model(tiny, user, monkeypatch):
+    from pyinertia.integrations import llm_llama
+
+    loaded = []
+
+    def load(path: str, **options):
+        loaded.append(options)
+        return plain(path, **options)
+
+    plain = llm_llama.load
+    monkeypatch.setattr(llm_llama, "load", load)
+    run_llm("pyinertia", "add", "tiny", tiny)
+    run_llm("models", "options", "set", "tiny", "kv_budget", "300")
+    run_llm("-m", "tiny", "-o", "n_ctx", "512", "-o", "max_tokens", "3", "Hello")
+    assert loaded == [{"kv_budget": 300, "n_ctx": 512}]
+    with closing(plain(str(tiny))) as llama:
+        assert llama.kv_policy.n_budget == 1024
+        assert llama.kv_policy.prefill == "bounded"
+        assert llama._kv_arguments["kv_positions"] == "keep"  # 1,024 positions: nothing to close
+    with closing(plain(str(tiny), kv_budget=300, n_threads=1)) as llama:
+        assert llama._kv_arguments["kv_positions"] == "compact"
+        assert llama.n_threads == 1
 
 
 @llm
 def test_llm_s_list_and_what_it_refuses(tiny, user, tmp_path):
-    add = ("pyinertia", "add", "tiny", tiny)
-    assert "kv_bugdet: Extra inputs" in run_llm(*add, "-o", "kv_bugdet", "1", code=1)
     assert "does not exist" in run_llm("pyinertia", "add", "tiny", tmp_path / "no.gguf", code=2)
     assert run_llm("pyinertia", "list") == ""
-    run_llm(*add, "-o", "kv_budget", "0.25", "-o", "kv_prefill", "full")
-    assert run_llm("pyinertia", "list") == f"tiny: {tiny} kv_budget=0.25 kv_prefill=full\n"
+    run_llm("pyinertia", "add", "tiny", tiny)
+    assert run_llm("pyinertia", "list") == f"tiny: {tiny}\n"
     assert "tiny" in run_llm("models")
-    error = run_llm("-m", "tiny", "-o", "kv_policy", "full", "Hello", code=1)
-    assert "drops nothing" in error
+    assert "kv_bugdet" in run_llm("-m", "tiny", "-o", "kv_bugdet", "1", "Hello", code=1)
+    refused = ("-o", "kv_policy", "full", "-o", "kv_budget", "300")
+    assert "drops nothing" in run_llm("-m", "tiny", *refused, "Hello", code=1)
     assert "there is no 'small'; there is tiny" in run_llm("pyinertia", "remove", "small", code=1)
     run_llm("pyinertia", "remove", "tiny")
     assert run_llm("pyinertia", "list") == ""
     (user / "pyinertia.json").write_text("{")
     assert "is damaged" in run_llm("pyinertia", "list", code=1)
+    assert "gpt" in run_llm("models")

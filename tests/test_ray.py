@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from summarise_runs import expected, identities, make_pile, records, run
+from command_line import start
+from summarise_runs import ARGUMENTS, expected, identities, make_pile, records, run
+from typer.testing import CliRunner
 
 from pyinertia import ModelError
 from pyinertia.batch import Summary, summarise
 from pyinertia.batch.documents import Numbered
 from pyinertia.batch.ray_worker import Worker
+from pyinertia.cli import app
 
 # Ray's own warnings are not ours to mend
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -199,3 +202,80 @@ def test_a_worker_is_killed_and_each_document_is_done_once(pile, tiny, cluster):
 
 def spoken(found: list[dict]) -> dict:
     return {(one["path"], one["line"]): one["summary"] for one in found}
+
+
+@needs_ray
+def test_a_run_that_is_killed_goes_on_where_it_was(pile, tiny, cluster):
+    out = Path("ray.jsonl")
+    arguments = ["docs", "-o", out, *ON_RAY, "--ray-address", cluster, "-m", tiny, *ARGUMENTS]
+    with start("summarise", *arguments) as process:
+        while process.poll() is None and out_lines(out) < 5:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    n_before = out_lines(out)
+    assert 5 <= n_before < 13 + N_MORE
+    assert f"{n_before} done before" in run(tiny, "docs", "-o", out, *ON_RAY).stderr
+    assert identities(records(out)) == expected(pile)
+
+
+def out_lines(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
+
+
+@needs_ray
+def test_a_document_that_kills_its_workers_is_an_error(tiny, cluster, monkeypatch):
+    from pyinertia.batch import ray_engine
+
+    class Mortal(Worker):
+        def __call__(self, batch):
+            if pickle.loads(batch["document"][0]) == "poison":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(batch)
+
+    monkeypatch.setattr(ray_engine, "Worker", Mortal)
+    monkeypatch.setattr(ray_engine, "N_RETRIES", 1)
+    texts = [TEXTS[0], "poison", *TEXTS[2:5]]
+    found = {one.index: one for one in on_ray(texts, tiny, n_workers=1, n_parallel=1)}
+    assert [one.error for _, one in sorted(found.items())] == [
+        "",
+        "its worker died, 2 times; is there memory for the model?",
+        *[""] * 3,
+    ]
+
+
+@needs_ray
+def test_documents_that_fail_to_come_end_the_run_when_the_others_are_done(tiny, cluster, alone):
+    def texts() -> Iterator[str]:
+        yield from TEXTS[:4]
+        raise OSError("the disk is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        found.extend(on_ray(texts(), tiny))  # what comes before the error stays
+    assert sorted(map(facts, found)) == [*map(facts, alone[:4])]
+
+
+def on_ray(texts, tiny: Path, **kwargs) -> Iterator[Summary]:
+    from pyinertia.batch import ray_engine
+
+    keywords = {"cpus_per_worker": 1, "n_parallel": 3, **KEYWORDS, **kwargs}
+    return ray_engine.summarise(texts, model=tiny, **keywords)
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--cpus-per-worker", "3"], "no machine of the Ray cluster has 3 CPUs, which a worker"),
+        (["--kv-budget", "1"], "a budget of 1"),
+        (["-n", "400"], "has no room for an instruction"),
+    ],
+)
+def test_what_the_cluster_or_its_workers_refuse_is_one_line(args, says, pile, tiny, cluster):
+    given = ["summarise", "docs", "-m", tiny, *ARGUMENTS, "-o", "out.jsonl", *ON_RAY, *args]
+    done = CliRunner().invoke(app, [*map(str, given)])
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert not Path("out.jsonl").exists()

@@ -183,8 +183,8 @@ class _Pipeline:
             raise ahead.failure
 
     def _summaries(self, window: dict[int, Any]) -> Iterator[Summary]:
-        for row in self._results([*window.values()]):
-            result = pickle.loads(row["result"])
+        for data in self._results([*window.values()]):
+            result = pickle.loads(data)
             if isinstance(result, Exception):
                 raise result
             if window.pop(result.index, None) is not None:
@@ -192,7 +192,7 @@ class _Pipeline:
         for number in sorted(window):
             yield _lost(number)
 
-    def _results(self, blocks: list[Any]) -> Iterable[dict[str, Any]]:
+    def _results(self, blocks: list[Any]) -> Iterator[bytes]:
         n_parallel = self._keywords["n_parallel"]
         context = ray.data.DataContext.get_current().copy()
         context.enable_progress_bars = context.print_on_execution_start = False
@@ -212,8 +212,11 @@ class _Pipeline:
                 num_gpus=self._gpus,
                 max_task_retries=N_RETRIES,
             )
-            rows: Iterable[dict[str, Any]] = pipeline.iter_rows()
-        return rows
+        # prefetching would hold each result back until there is another
+        for batch in pipeline.iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=0
+        ):
+            yield from batch.column("result").to_pylist()
 
 
 def _lost(number: int) -> Summary:

@@ -1,49 +1,50 @@
 """A plugin of `llm`: `llm pyinertia add NAME model.gguf`, and NAME is one of its models.
 
-The models are listed in pyinertia.json in llm's folder. One is loaded with its first prompt and
-stays, so the turns of `llm chat` are appended to its cache.
+The models are listed in pyinertia.json in llm's folder; their aliases and default options are llm's
+own business. One is loaded with its first prompt and stays, so the turns of `llm chat` are appended
+to its cache.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import llm
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 if TYPE_CHECKING:  # llm starts sooner without it, and its other models need no library of ours
     from pyinertia.integrations.llm_llama import PromptedLlama
 
 
 class Options(llm.Options):
-    """What `llm -o` takes; the defaults are those of `pyinertia run`."""
+    """What `llm -o` takes. None is the default of `pyinertia run`, as llm passes on all others."""
 
-    kv_policy: str = Field(default="inertiakv", description="What stays; full keeps everything.")
-    kv_budget: int | float | None = Field(default=None, description="Most cells that stay.")
-    kv_refresh: int | None = Field(default=None, description="Decode steps between scored ones.")
+    kv_policy: str | None = Field(None, description="What stays, inertiakv; full keeps all.")
+    kv_budget: int | float | None = Field(None, description="Most cells that stay, 1024.")
+    kv_refresh: int | None = Field(None, ge=1, description="Decode steps between scored ones.")
     kv_prefill: Literal["full", "bounded"] | None = Field(
-        default=None, description="bounded: a long prompt is cut while it is read."
+        None, description="bounded (the default): a long prompt is cut while it is read."
     )
     kv_positions: Literal["keep", "compact"] | None = Field(
-        default=None, description="compact: go on when all positions are used up, where it can."
+        None, description="compact (the default where it can): go on when all are used up."
     )
-    n_ctx: int = Field(default=0, ge=0, description="Positions, 0 for all the model knows.")
-    n_batch: int = Field(default=512, ge=1, description="Tokens of a prompt that enter at once.")
-    n_threads: int | None = Field(default=None, ge=1, description="CPU threads.")
-    n_gpu_layers: int = Field(default=0, ge=-1, description="Layers on the GPU, -1 for all.")
-    flash_attn: bool = Field(default=True, description="Flash attention.")
-    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer.")
-    temperature: float = Field(default=0.8, ge=0, description="0 takes the likeliest token.")
-    top_k: int = Field(default=40, ge=0, description="Only the k likeliest, 0 is off.")
-    top_p: float = Field(default=0.95, ge=0, le=1, description="Only the likeliest of this share.")
-    min_p: float = Field(default=0.05, ge=0, le=1, description="Only what has this share of them.")
-    repeat_penalty: float = Field(default=1.0, ge=0, description="Above 1 says less again.")
-    seed: int | None = Field(default=None, ge=0, description="Seed of this answer.")
+    n_ctx: int | None = Field(None, ge=0, description="Positions, 0 for all that the model knows.")
+    n_batch: int | None = Field(None, ge=1, description="Tokens of a prompt that enter at once.")
+    n_threads: int | None = Field(None, ge=1, description="CPU threads, as many as CPUs.")
+    n_gpu_layers: int | None = Field(None, ge=-1, description="Layers on the GPU, -1 for all.")
+    flash_attn: bool | None = Field(None, description="Flash attention, on.")
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens of an answer.")
+    temperature: float | None = Field(None, ge=0, description="0.8; 0 takes the likeliest token.")
+    top_k: int | None = Field(None, ge=0, description="Only the 40 likeliest, 0 is off.")
+    top_p: float | None = Field(None, ge=0, le=1, description="Only the likeliest with 0.95.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Only those with 0.05 of the best.")
+    repeat_penalty: float | None = Field(None, ge=0, description="1 is off, above says less again.")
+    seed: int | None = Field(None, ge=0, description="Seed of the answer.")
 
 
 OF_ANSWER = {"max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"}
@@ -56,9 +57,9 @@ class Model(llm.Model):
     supports_schema = True
     Options = Options
 
-    def __init__(self, name: str, path: str, options: dict[str, Any]) -> None:
-        """Load nothing yet; `options` are the defaults of this model."""
-        self.model_id, self._path, self._defaults = name, path, options
+    def __init__(self, name: str, path: str) -> None:
+        """Load nothing yet."""
+        self.model_id, self._path = name, path
         self._llama: PromptedLlama | None = None
         self._loaded: dict[str, Any] = {}
 
@@ -70,10 +71,9 @@ class Model(llm.Model):
         conversation: llm.Conversation | None,
     ) -> Iterator[str]:
         """Answer a prompt, after the turns before it."""
-        given = prompt.options.model_dump(exclude_unset=True)
-        options = Options(**{**self._defaults, **given}).model_dump()
-        llama = self._model({name: options[name] for name in options.keys() - OF_ANSWER})
-        settings = {name: options[name] for name in OF_ANSWER}
+        given = prompt.options.model_dump(exclude_none=True)
+        llama = self._model({name: given[name] for name in given.keys() - OF_ANSWER})
+        settings = {name: given[name] for name in given.keys() & OF_ANSWER}
         if prompt.schema:
             settings["response_format"] = {"type": "json_object", "schema": prompt.schema}
         with closing(llama.answer([*map(_spoken, prompt.messages)], **settings)) as pieces:
@@ -82,15 +82,15 @@ class Model(llm.Model):
             input=llama.n_prompt, output=llama.n_answer, details=llama.kept_and_evicted()
         )
 
-    def _model(self, keywords: dict[str, Any]) -> PromptedLlama:
+    def _model(self, options: dict[str, Any]) -> PromptedLlama:
         from pyinertia.integrations.llm_llama import load
 
-        if self._llama is not None and keywords == self._loaded:
+        if self._llama is not None and options == self._loaded:
             return self._llama
         if self._llama is not None:
             self._llama.close()
             self._llama = None
-        self._llama, self._loaded = load(self._path, keywords), keywords
+        self._llama, self._loaded = load(self._path, **options), options
         return self._llama
 
 
@@ -101,26 +101,25 @@ def _spoken(message: Any) -> dict[str, str]:
     return {"role": message.role, "content": "".join(part.text for part in message.parts)}
 
 
-# what is known, and the commands that change it
-
-
-def _known() -> dict[str, dict[str, Any]]:
-    path = _list()
-    try:
-        known: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        msg = f"{path} is damaged ({error}); mend it, or delete it and add the models again"
-        raise click.ClickException(msg) from error
-    return known
+# what is known, name -> path, and the commands that change it
 
 
 def _list() -> Path:
     return Path(llm.user_dir()) / "pyinertia.json"
 
 
-def _keep(known: dict[str, dict[str, Any]]) -> None:
+def _known() -> dict[str, str]:
+    try:
+        known: dict[str, str] = json.loads(_list().read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        msg = f"{_list()} is damaged ({error}); mend it, or delete it and add the models again"
+        raise click.ClickException(msg) from error
+    return known
+
+
+def _keep(known: dict[str, str]) -> None:
     from pyinertia.cli.whole import write_whole
 
     write_whole(_list(), [json.dumps(known, indent=1).encode() + b"\n"])
@@ -134,8 +133,8 @@ def register_models(register: Callable[..., None]) -> None:
     except click.ClickException as error:  # the models of others are there all the same
         click.echo(f"pyinertia: {error.message}", err=True)
         return
-    for name, one in known.items():
-        register(Model(name, one["path"], one["options"]), aliases=one["aliases"])
+    for name, path in known.items():
+        register(Model(name, path))
 
 
 @llm.hookimpl
@@ -149,29 +148,9 @@ def register_commands(cli: click.Group) -> None:
     @pyinertia.command()
     @click.argument("name")
     @click.argument("path", type=click.Path(exists=True, dir_okay=False, resolve_path=True))
-    @click.option("aliases", "-a", "--alias", multiple=True, help="Another name for it.")
-    @click.option(
-        "options",
-        "-o",
-        "--option",
-        nargs=2,
-        multiple=True,
-        metavar="KEY VALUE",
-        help="A default of this model, as kv_budget 2048.",
-    )
-    def add(
-        name: str, path: str, aliases: Sequence[str], options: Sequence[tuple[str, str]]
-    ) -> None:
-        """Make a model of a GGUF file, or change it."""
-        try:
-            checked = Options(**dict(options))
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = first["loc"][0]
-            msg = f"-o {key}: {first['msg']}; `llm models --options` lists what there is"
-            raise click.ClickException(msg) from error
-        kept = checked.model_dump(exclude_unset=True)
-        _keep({**_known(), name: {"path": path, "aliases": [*aliases], "options": kept}})
+    def add(name: str, path: str) -> None:
+        """Make a model of a GGUF file; `llm models options set` sets its defaults."""
+        _keep({**_known(), name: path})
 
     @pyinertia.command()
     @click.argument("name")
@@ -185,7 +164,6 @@ def register_commands(cli: click.Group) -> None:
 
     @pyinertia.command("list")
     def show() -> None:
-        """List the models and their defaults."""
-        for name, one in _known().items():
-            settings = " ".join(f"{key}={value}" for key, value in one["options"].items())
-            click.echo(f"{name}: {one['path']} {settings}".rstrip())
+        """List the models and their files."""
+        for name, path in _known().items():
+            click.echo(f"{name}: {path}")

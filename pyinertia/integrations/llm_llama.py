@@ -12,6 +12,8 @@ from pyinertia.cli.options import KVOptions
 from pyinertia.errors import PolicyError
 from pyinertia.llama import Llama
 
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
+
 
 class PromptedLlama(Llama):
     """A model that counts the tokens of its last prompt and answer.
@@ -36,13 +38,18 @@ class PromptedLlama(Llama):
     def answer(
         self, messages: Sequence[Mapping[str, str]], **settings: Any
     ) -> Generator[str, None, None]:
-        """Answer a chat in pieces of text; settings are those of `create_chat_completion`."""
+        """Answer a chat in pieces of text.
+
+        Args:
+            messages: The whole chat, the new message last.
+            **settings: Those of `create_chat_completion`, where they are not `SAMPLING`.
+        """
         unread = messages[-1:] if self.n_tokens else messages
         n_new = sum(len(self.tokenize(one["content"].encode())) for one in unread)
         memory.name_question(self, messages[-1]["content"], n_new)
-        if self._kv_closes and settings.get("max_tokens") is None:
-            settings["max_tokens"] = self.n_ctx()  # without an end of positions it needs its own
-        chunks = self.create_chat_completion(messages, stream=True, **settings)
+        if self._kv_closes:  # without an end of positions an answer needs one of its own
+            settings.setdefault("max_tokens", self.n_ctx())
+        chunks = self.create_chat_completion(messages, stream=True, **{**SAMPLING, **settings})
         with closing(chunks):
             for chunk in chunks:
                 yield chunk["choices"][0]["delta"].get("content") or ""
@@ -54,30 +61,36 @@ class PromptedLlama(Llama):
         return {"kv_tokens_kept": n_kept, "kv_tokens_evicted": cached.tokens.size - n_kept}
 
 
-def load(path: str, keywords: Mapping[str, Any]) -> PromptedLlama:
-    """Load a model; positions are renumbered when they are used up, where it can.
+def load(
+    path: str,
+    *,
+    kv_budget: int | float | None = None,
+    kv_positions: str | None = None,
+    n_threads: int | None = None,
+    **options: Any,
+) -> PromptedLlama:
+    """Load a model as `pyinertia run` does.
 
     Args:
         path: Of the GGUF file.
-        keywords: The plugin's options.
+        kv_budget: As in `Llama`.
+        kv_positions: As in `Llama`. None: renumbered when they are used up, if the model can.
+        n_threads: Threads. None: as many as CPUs.
+        **options: Further keywords of `Llama`.
 
     Raises:
         PyInertiaError: They do not go together, or the model cannot be read.
     """
-    others = {name: value for name, value in keywords.items() if not name.startswith("kv_")}
-    threads = others.pop("n_threads") or n_cpus()
-    others |= {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
-    budget = keywords["kv_budget"]
-    policy = KVOptions(
-        kv_policy=keywords["kv_policy"],
-        kv_budget=None if budget is None else str(budget),
-        kv_refresh=keywords["kv_refresh"],
-        kv_prefill=keywords["kv_prefill"],
-    ).policy()
-    positions = keywords["kv_positions"]
-    if positions or not policy.evicts:
-        return PromptedLlama(path, kv_policy=policy, kv_positions=positions or "keep", **others)
+    of_kv = {name: options.pop(name) for name in list(options) if name.startswith("kv_")}
+    budget = None if kv_budget is None else str(kv_budget)
+    policy = KVOptions(kv_budget=budget, **of_kv).policy()
+    threads = n_threads or n_cpus()
+    defaults = {"n_ctx": 0, "flash_attn": True, "swa_full": False, "verbose": False}
+    keywords = {**defaults, "n_threads": threads, "n_threads_batch": threads, **options}
+    if kv_positions or not policy.evicts:
+        kv_positions = kv_positions or "keep"
+        return PromptedLlama(path, kv_policy=policy, kv_positions=kv_positions, **keywords)
     try:
-        return PromptedLlama(path, kv_policy=policy, kv_positions="compact", **others)
+        return PromptedLlama(path, kv_policy=policy, kv_positions="compact", **keywords)
     except PolicyError:  # this model cannot; another reason comes up again
-        return PromptedLlama(path, kv_policy=policy, **others)
+        return PromptedLlama(path, kv_policy=policy, **keywords)
