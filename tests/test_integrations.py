@@ -17,7 +17,7 @@ from pyinertia import Llama
 # what those libraries warn about among themselves is not ours to mend
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-SMALL = {"n_ctx": 1024, "n_batch": 64, "kv_policy": "inertiakv", "kv_budget": 64}
+SMALL = {"n_ctx": 1024, "n_batch": 64, "kv_policy": "inertiakv", "kv_budget": 96}
 SMALL |= {"kv_prefill": "bounded"}
 SYSTEM = "You are kind to all who ask."
 LETTERS = "root ::= [a-z]{12}"
@@ -86,8 +86,8 @@ def check_chat(turn, model, n_evaluated, n_answer: int = 12) -> None:
     for i in range(6):  # more than the budget holds
         text = f"Question {i}, long enough to fill the cache."
         turn(text)
-        assert n_evaluated() == n_before + n_turn("user", text) + N_BEGIN + n_answer - 1
-        n_before = 3  # of the answer the last token, </s> and the line end
+        assert n_evaluated() == n_before + n_turn("user", text) + N_BEGIN + n_answer
+        n_before = 2  # </s> and the line end of the answer
     n_system = n_turn("system", SYSTEM) - 1
     assert model().kv_stats().n_evicted > 0
     assert model().kv_cells()["pos"].tolist()[:n_system] == list(range(n_system))
@@ -133,7 +133,7 @@ def test_langchain_s_plain_text_is_what_llama_says(tiny):
 
     model = LlamaCpp(model_path=str(tiny), verbose=False, temperature=0, max_tokens=8, **SMALL)
     said = model.invoke("Once upon a time")
-    assert model.client.kv_policy.n_budget == 64
+    assert model.client.kv_policy.n_budget == 96
     with closing(Llama(tiny, verbose=False, **SMALL)) as plain:
         answer = plain.create_completion(
             "Once upon a time", max_tokens=8, temperature=0, repeat_penalty=1.1
@@ -148,7 +148,7 @@ def test_langchain_takes_a_llama_that_is_open(tiny):
     opened = Llama(tiny, verbose=False, **SMALL)
     assert ChatLlamaCpp(client=opened, max_tokens=4).client is opened
     with pytest.raises(ValueError, match="kv_budget, n_ctx: the client is loaded already"):
-        ChatLlamaCpp(client=opened, n_ctx=512, kv_budget=64)
+        ChatLlamaCpp(client=opened, n_ctx=512, kv_budget=96)
     opened.close()
 
 
@@ -285,7 +285,7 @@ def test_llm_s_example(here, user):
         assert program == "llm"
         said = run_llm(*args, stdin="Hello.\nexit\n" if args[0] == "chat" else "")
         assert said or args[0] == "pyinertia"
-    assert run_llm("pyinertia", "list").split("model.gguf")[1:] != []
+    assert run_llm("pyinertia", "list") == f"brief: {here / 'model.gguf'}\n"
 
 
 @llm
@@ -304,13 +304,13 @@ def test_llm_s_chat_is_appended_to(tiny, user, n_evaluated):
         assert answer.text() == '"aaaaaaaaaa"'
         assert answer.output_tokens == 12
         details = answer.token_details
-        assert sum(details.values()) == answer.input_tokens + 11
+        assert sum(details.values()) == answer.input_tokens + 12
         assert details["kv_tokens_kept"] == model._llama.kv_cells()["pos"].size
 
     check_chat(turn, lambda: model._llama, n_evaluated)
     before = model._llama
-    model.prompt("Hello", kv_budget=96, max_tokens=2).text()
-    assert model._llama.kv_policy.n_budget == 96
+    model.prompt("Hello", kv_budget=128, max_tokens=2).text()
+    assert model._llama.kv_policy.n_budget == 128
     assert before._ctx.ctx is None  # one model at a time
 
 

@@ -44,9 +44,7 @@ class _Model(BaseModel):
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
 
-    @model_validator(mode="after")
-    def validate_environment(self) -> Self:
-        """Load the model, in place of LangChain's validator of this name."""
+    def _opened(self) -> Self:
         if self.grammar and self.grammar_path:
             msg = "grammar and grammar_path say the same; pass one of them"
             raise ValueError(msg)
@@ -82,6 +80,21 @@ class ChatLlamaCpp(_Model, chats.ChatLlamaCpp):
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="after")
+    def validate_environment(self) -> Self:
+        """Load the model; the parent's validator of this name would load another."""
+        return self._opened()
+
 
 class LlamaCpp(_Model, texts.LlamaCpp):
     """`langchain_community.llms.LlamaCpp` on a cache that evicts; see `ChatLlamaCpp`."""
+
+    @classmethod
+    def validate_environment(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Load nothing yet, in place of the parent's validator, which comes before all fields."""
+        return values
+
+    @model_validator(mode="after")
+    def load_model(self) -> Self:
+        """Load the model."""
+        return self._opened()

@@ -147,10 +147,10 @@ def register_commands(cli: click.Group) -> None:
 
     @pyinertia.command()
     @click.argument("name")
-    @click.argument("path", type=click.Path(exists=True, dir_okay=False, resolve_path=True))
+    @click.argument("path", type=click.Path(exists=True, dir_okay=False))
     def add(name: str, path: str) -> None:
         """Make a model of a GGUF file; `llm models options set` sets its defaults."""
-        _keep({**_known(), name: path})
+        _keep({**_known(), name: str(Path(path).absolute())})
 
     @pyinertia.command()
     @click.argument("name")
