@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,13 +27,14 @@ try:
     import pyarrow as pa
     import ray
     import ray.data
+    from ray.util.annotations import RayDeprecationWarning
 except ModuleNotFoundError as error:
     msg = f"Ray needs {error.name}; pip install 'pyinertia[ray]'"
     raise ModuleNotFoundError(msg, name=error.name) from error
 
 # A pipeline has a window of the pile, so nobody must hold all of it. The first one is small, for
 # work to begin at once; while a window is worked on, the next one is read.
-N_FIRST, N_MORE = 4, 4  # documents per slot of the first window; of the next one, per result
+N_FIRST, N_MORE = 8, 4  # documents per slot of the first window; of the next one, per result
 N_WINDOW, N_BYTES = 16_384, 2**30  # most of a window
 N_RETRIES = (
     3  # of a document whose worker died; one that kills every worker must not go on for ever
@@ -87,7 +89,7 @@ def summarise(
     items = check_items("documents", documents)
 
     def run() -> Iterator[Summary]:
-        with _connected(address):
+        with _connected(address, bool(kwargs.get("verbose"))):
             cpus, n = _shares(n_workers, cpus_per_worker, gpus_per_worker)
             threads = max(1, math.floor(cpus))
             keywords["n_threads"] = n_threads or threads
@@ -99,16 +101,19 @@ def summarise(
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[None]:
+def _connected(address: str | None, verbose: bool) -> Iterator[None]:
     if ray.is_initialized():  # by our caller, who ends it, too
         yield
         return
+    if not verbose:  # Ray tells a lot, and all of it stays in its own files
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
         ray.init(
             address=address,
             include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "RAY_ADDRESS" if address is None else address
@@ -197,7 +202,9 @@ class _Pipeline:
         context = ray.data.DataContext.get_current().copy()
         context.enable_progress_bars = context.print_on_execution_start = False
         context.max_errored_blocks = -1  # what is lost for good is told by its absence
-        with ray.data.DataContext.current(context):
+        with ray.data.DataContext.current(context), warnings.catch_warnings():
+            # max_task_retries will have no place in Ray 2.64, see pyproject.toml
+            warnings.simplefilter("ignore", RayDeprecationWarning)
             pipeline = ray.data.from_arrow_refs(blocks).map_batches(
                 Worker,
                 batch_size=None,

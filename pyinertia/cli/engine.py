@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,22 +101,17 @@ class EngineOptions:
             return batch.summarise
         from pyinertia.batch import ray_engine
 
-        return partial(self._on_ray, ray_engine.summarise, model)
+        ours = {
+            "n_workers": self.workers,
+            "cpus_per_worker": self.cpus_per_worker,
+            "gpus_per_worker": self.gpus_per_worker or 0,
+            "address": self.ray_address,
+            # as many as this machine has CPUs is no measure for the others
+            "n_threads": model.threads,
+            "n_threads_batch": model.threads,
+        }
 
-    def _on_ray(
-        self,
-        summarise: Callable[..., Iterator[Summary]],
-        model: ModelOptions,
-        texts: Iterator[str],
-        **keywords: Any,
-    ) -> Iterator[Summary]:
-        # threads as this machine has CPUs are no measure for the others
-        keywords |= {"n_threads": model.threads, "n_threads_batch": model.threads}
-        return summarise(
-            texts,
-            n_workers=self.workers,
-            cpus_per_worker=self.cpus_per_worker,
-            gpus_per_worker=self.gpus_per_worker or 0,
-            address=self.ray_address,
-            **keywords,
-        )
+        def on_ray(texts: Iterator[str], **keywords: Any) -> Iterator[Summary]:
+            return ray_engine.summarise(texts, **{**keywords, **ours})
+
+        return on_ray
