@@ -152,16 +152,19 @@ def pile(tmp_path, monkeypatch) -> Path:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """A connection to a cluster of two machines, as far as Ray knows, of one CPU each."""
-    import ray
-    from ray.cluster_utils import Cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token into the home folder
+        import ray
+        from ray.cluster_utils import Cluster
 
-    size = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    machines = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
-    machines.add_node(**size)
-    ray.init(machines.address, log_to_driver=False)
-    yield machines.address
-    ray.shutdown()
-    machines.shutdown()
+        size = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+        head = {**size, "include_dashboard": False}
+        machines = Cluster(initialize_head=True, head_node_args=head)
+        machines.add_node(**size)
+        ray.init(machines.address, log_to_driver=False)
+        yield machines.address
+        ray.shutdown()
+        machines.shutdown()
 
 
 def n_lines(out: Path) -> int:
@@ -209,6 +212,7 @@ def spoken(found: list[dict]) -> dict:
     return {(one["path"], one["line"]): one["summary"] for one in found}
 
 
+@pytest.mark.slow
 @needs_ray
 def test_a_run_that_is_killed_goes_on_where_it_was(pile, tiny, cluster):
     out = Path("ray.jsonl")
@@ -235,14 +239,12 @@ def test_a_document_that_kills_its_workers_is_an_error(tiny, cluster, monkeypatc
             return super().__call__(batch)
 
     monkeypatch.setattr(ray_engine, "Worker", Mortal)
-    monkeypatch.setattr(ray_engine, "N_RETRIES", 1)
+    monkeypatch.setattr(ray_engine, "N_RETRIES", 0)
     texts = [TEXTS[0], "poison", *TEXTS[2:5]]
     found = {one.index: one for one in on_ray(texts, tiny, n_workers=1, n_parallel=1)}
-    assert [one.error for _, one in sorted(found.items())] == [
-        "",
-        "its worker died, 2 times; is there memory for the model?",
-        *[""] * 3,
-    ]
+    errors = [one.error for _, one in sorted(found.items())]
+    assert errors.pop(1).startswith("its worker died, and again in 0 more tries; is there memory")
+    assert errors == [""] * 4
 
 
 @needs_ray
@@ -270,8 +272,7 @@ def on_ray(texts, tiny: Path, **kwargs) -> Iterator[Summary]:
     ("args", "says"),
     [
         (["--cpus-per-worker", "3"], "no machine of the Ray cluster has 3 CPUs, which a worker"),
-        (["--kv-budget", "1"], "a budget of 1"),
-        (["-n", "400"], "has no room for an instruction"),
+        (["--workers", "1", "-n", "400"], "has no room for an instruction"),
     ],
 )
 def test_what_the_cluster_or_its_workers_refuse_is_one_line(args, says, pile, tiny, cluster):

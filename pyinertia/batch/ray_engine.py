@@ -36,9 +36,7 @@ except ModuleNotFoundError as error:
 # work to begin at once; while a window is worked on, the next one is read.
 N_FIRST, N_MORE = 8, 4  # documents per slot of the first window; of the next one, per result
 N_WINDOW, N_BYTES = 16_384, 2**30  # most of a window
-N_RETRIES = (
-    3  # of a document whose worker died; one that kills every worker must not go on for ever
-)
+N_RETRIES = 3  # of a document whose worker died; it may be what kills them
 
 
 def summarise(
@@ -86,6 +84,12 @@ def summarise(
     here.summarise((), **keywords)  # its errors, before anything is started
     if n_workers is not None:
         check_count("n_workers", n_workers, 1)
+    if (cpus_per_worker is not None and cpus_per_worker <= 0) or gpus_per_worker < 0:
+        msg = (
+            f"cpus_per_worker={cpus_per_worker!r}, gpus_per_worker={gpus_per_worker!r}: a worker "
+            "needs more than no CPU, and not less than no GPU"
+        )
+        raise ValueError(msg)
     items = check_items("documents", documents)
 
     def run() -> Iterator[Summary]:
@@ -227,7 +231,10 @@ class _Pipeline:
 
 
 def _lost(number: int) -> Summary:
-    error = f"its worker died, {N_RETRIES + 1} times; is there memory for the model?"
+    error = (
+        f"its worker died, and again in {N_RETRIES} more tries; is there memory for the model? It "
+        "may also be this document"
+    )
     return Summary(
         index=number,
         text="",
