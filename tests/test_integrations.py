@@ -24,12 +24,15 @@ LETTERS = "root ::= [a-z]{12}"
 
 
 def needs(module: str, extra: str) -> pytest.MarkDecorator:
-    there = find_spec(module) is not None
+    try:
+        there = find_spec(module) is not None
+    except ModuleNotFoundError:  # of what it is a part of
+        there = False
     return pytest.mark.skipif(not there, reason=f"pip install 'pyinertia[{extra}]'")
 
 
 langchain = needs("langchain_community", "langchain")
-llama_index = needs("llama_index", "llama-index")
+llama_index = needs("llama_index.llms.llama_cpp", "llama-index")
 llm = needs("llm", "llm")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -162,6 +163,7 @@ def cluster() -> Iterator[str]:
         machines = Cluster(initialize_head=True, head_node_args=head)
         machines.add_node(**size)
         ray.init(machines.address, log_to_driver=False)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # of what tests bring about
         yield machines.address
         ray.shutdown()
         machines.shutdown()

@@ -64,7 +64,7 @@ class _Model(BaseModel):
 
     def _keywords(self) -> dict[str, Any]:
         # None is LangChain's word for llama-cpp-python's own default
-        values = {name: getattr(self, name, None) for name in KEYWORDS}
+        values = {name: getattr(self, name) for name in KEYWORDS & type(self).model_fields.keys()}
         given = {name: value for name, value in values.items() if value is not None}
         return {**given, **self.model_kwargs}
 
