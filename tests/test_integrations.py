@@ -146,12 +146,13 @@ def test_langchain_s_plain_text_is_what_llama_says(tiny):
 
 @langchain
 def test_langchain_takes_a_llama_that_is_open(tiny):
-    from pyinertia.integrations.langchain import ChatLlamaCpp
+    from pyinertia.integrations.langchain import ChatLlamaCpp, LlamaCpp
 
     opened = Llama(tiny, verbose=False, **SMALL)
-    assert ChatLlamaCpp(client=opened, max_tokens=4).client is opened
-    with pytest.raises(ValueError, match="kv_budget, n_ctx: the client is loaded already"):
-        ChatLlamaCpp(client=opened, n_ctx=512, kv_budget=96)
+    for kind in (ChatLlamaCpp, LlamaCpp):
+        assert kind(client=opened, max_tokens=4).client is opened
+        with pytest.raises(ValueError, match="flash_attn, kv_budget, n_ctx: the client is loaded"):
+            kind(client=opened, n_ctx=512, kv_budget=96, model_kwargs={"flash_attn": True})
     opened.close()
 
 

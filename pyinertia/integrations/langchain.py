@@ -57,7 +57,7 @@ class _Model(BaseModel):
                 msg = "pass model_path=FILE, or a Llama that is open as client="
                 raise ValueError(msg)
             self.client = Llama(self.model_path, **self._keywords())
-        elif given := self.model_fields_set & {"model_path", "model_kwargs", *KEYWORDS}:
+        elif given := {*self.model_kwargs, *self.model_fields_set & {"model_path", *KEYWORDS}}:
             msg = f"{', '.join(sorted(given))}: the client is loaded already; pass them to it"
             raise ValueError(msg)
         return self
