@@ -14,6 +14,7 @@ from llama_cpp._utils import suppress_stdout_stderr  # noqa: E402
 from llama_cpp.llama_cache import BaseLlamaCache as BaseLlamaCache  # noqa: E402
 from llama_cpp.llama_cache import LlamaDiskCache as LlamaDiskCache  # noqa: E402
 from llama_cpp.llama_cache import LlamaRAMCache as LlamaRAMCache  # noqa: E402
+from llama_cpp.llama_grammar import LlamaGrammar as LlamaGrammar  # noqa: E402
 from llama_cpp.llama_tokenizer import LlamaTokenizer as LlamaTokenizer  # noqa: E402
 
 # all others are of these classes; what they call needs libmtmd

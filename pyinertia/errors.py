@@ -25,5 +25,9 @@ class EvalError(PyInertiaError, ValueError):
     """An evaluation cannot start, or cannot go on."""
 
 
+class ClusterError(PyInertiaError, RuntimeError):
+    """A Ray cluster is not there, or has no room for a worker."""
+
+
 class CommandError(PyInertiaError, ValueError):
     """A command cannot do what it was asked for."""

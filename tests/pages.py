@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -55,3 +56,16 @@ def commands(page: str) -> list[list[str]]:
     text = read(page).replace("\\\n", " ")
     lines = re.findall(r"^ {4}(\S.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def python_with(page: str, word: str) -> str:
+    """The one block of Python that has this word."""
+    (example,) = (block for block in python(page) if word in block)
+    return example
+
+
+def shell(page: str, command: str) -> list[list[str]]:
+    """The words of the lines of the one indented block that begins with this command."""
+    blocks = re.findall(r"(?:^    \S.*\n)+", read(page), re.M)
+    (example,) = (one for one in map(textwrap.dedent, blocks) if one.startswith(command))
+    return [shlex.split(line) for line in example.splitlines()]

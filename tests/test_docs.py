@@ -143,6 +143,17 @@ def test_every_dependency_on_llama_cpp_python_names_the_pin():
     assert set(versions) == {_native.LLAMA_CPP_PYTHON}
 
 
+def test_every_extra_that_is_named_exists():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^([\w-]+) = ", table, re.MULTILINE))
+    package = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("pyinertia/**/*.py"))
+    named = set(re.findall(r"pyinertia\\*\[([\w-]+)\]'", package))
+    shown = set(re.findall(r"'\.\[([\w-]+)\]'", "".join(map(pages.read, pages.PAGES))))
+    assert {"ray", "langchain", "llama-index", "llm"} <= shown <= extras
+    assert {"ray", "langchain", "llama-index", "plot"} <= named <= extras
+
+
 def enumerators(prefix: str) -> dict[str, int]:
     found = re.findall(rf"{prefix}_(\w+)\s*=\s*(\d+)", HEADER)
     return {name.lower(): int(value) for name, value in found}

@@ -19,6 +19,8 @@ from pyinertia.cli import app
 from pyinertia.llama import Llama
 from pyinertia.server import flags
 
+WITH_PYTHON = {page for page in pages.PAGES if pages.python(page)}
+ELSEWHERE = {"docs/how-to/other-libraries.md"}  # test_integrations.py runs its examples
 SERVER = "http://localhost:8000/v1"
 
 
@@ -53,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Llama, "create_completion", short)
 
 
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if pages.python(page)])
+@pytest.mark.parametrize("page", sorted(WITH_PYTHON - ELSEWHERE))
 def test_the_python_of_a_page_runs(page, folder, quick, capsys):
     names = {"__name__": "example"}
     with ExitStack() as stack:

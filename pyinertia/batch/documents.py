@@ -63,8 +63,16 @@ class Summary:
     error: str
 
 
+class Numbered(Iterator[tuple[int, Any]]):
+    """Documents with numbers of their own, which give their indices and their seeds.
+
+    `next` may raise StopIteration to say that there is none now, and give one later; a run ends
+    when there is none and no document is being worked on.
+    """
+
+
 def summarise(
-    documents: Iterable[str],
+    documents: Iterable[str] | Numbered,
     *,
     model: str | os.PathLike[str],
     instruction: str = INSTRUCTION,
@@ -97,7 +105,8 @@ def summarise(
     disturbs no other. If `documents` raises, those read before are finished first.
 
     Args:
-        documents: Texts; read only as far as slots are free.
+        documents: Texts, which count from 0 unless they are `Numbered`; read only as far as slots
+            are free.
         model: Path to the GGUF file, a model with a chat format. It is loaded when the first
             result is asked for, and freed with the last one, or when the iterator is closed.
         instruction: What is wanted, in the language it is wanted in.
@@ -129,7 +138,8 @@ def summarise(
     check_policy(kv_policy, kv_budget, kv_refresh)
     n_most = check_counts(n_parallel, n_ctx, max_tokens, seed)
     settings, load = split_keywords(n_most, temperature, {"repeat_penalty": 1.1, **kwargs})
-    stops, items = check_stop(stop), check_items("documents", documents)
+    stops = check_stop(stop)
+    items = documents if isinstance(documents, Numbered) else check_items("documents", documents)
     if not isinstance(instruction, str) or not instruction.strip():
         msg = f"instruction={instruction!r} must be a text that is not empty"
         raise ValueError(msg)
@@ -183,7 +193,7 @@ class Desk:
     def __init__(
         self,
         slots: Slots,
-        documents: Iterable[str],
+        documents: Iterable[str] | Numbered,
         instruction: str,
         n_part: int | None,
         max_tokens: int,
@@ -191,7 +201,7 @@ class Desk:
         seed: int,
     ) -> None:
         self.slots, self.instruction, self.stop, self.seed = slots, instruction, stop, seed
-        self.documents = enumerate(documents)
+        self.documents = documents if isinstance(documents, Numbered) else enumerate(documents)
         self.queue: deque[Job] = deque()
         n_frame = len(encode(slots, self._chat("a")).ids)
         # a split may move the tokens at its ends

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pyinertia.cli import sinks
+from pyinertia.cli.engine import EngineOptions
 from pyinertia.cli.group import INTERRUPTED, say
 from pyinertia.cli.journal import Journal
-from pyinertia.cli.models import in_flags, keywords, model_path, warnings_as_notes
+from pyinertia.cli.models import in_flags, model_path, warnings_as_notes
+from pyinertia.cli.models import keywords as of_model
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
 from pyinertia.cli.pile import Pile
 from pyinertia.cli.progress import Meter
@@ -161,9 +163,11 @@ def main(
     context: ContextOptions,
     sampling: SamplingOptions,
     kv: KVOptions,
+    engine: EngineOptions,
 ) -> None:
     """Find the documents, do what is left of them."""
     _check(encoding, sampling, kv, context)
+    engine.check(model)
     journal_path = sinks.journal_path(form, out)
     found = find(names, lambda text: say(f"note: {text}"))
     path = model_path(model)
@@ -200,9 +204,8 @@ def main(
         pile = Pile(sources, sink, meter, journal, settings)
         stopped = False
         try:
-            pile.work(
-                partial(_summarise, path, model, context, sampling, kv, instruction, part, parallel)
-            )
+            keywords = _keywords(path, model, context, sampling, kv, instruction, part, parallel)
+            pile.work(partial(_summarise, engine, model, keywords))
             if journal:
                 journal.finish()
         except KeyboardInterrupt:
@@ -243,7 +246,7 @@ def _check(
         raise CommandError(msg)
 
 
-def _summarise(
+def _keywords(
     path: Path,
     model: ModelOptions,
     context: ContextOptions,
@@ -252,44 +255,44 @@ def _summarise(
     instruction: str | None,
     part: int | None,
     parallel: int,
-    texts: Iterator[str],
+) -> dict[str, Any]:
+    """The options as keywords of `pyinertia.batch.summarise`."""
+    policy = kv.policy()
+    return {
+        "model": path,
+        **({} if instruction is None else {"instruction": instruction}),
+        "n_part": part,
+        "n_parallel": parallel,
+        "kv_policy": kv.kv_policy,
+        "kv_budget": None if kv.kv_budget is None else int(policy.n_budget),
+        "kv_refresh": kv.kv_refresh,
+        "n_ctx": context.ctx_size,
+        "max_tokens": sampling.n_predict,
+        "temperature": sampling.temp,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repeat_penalty,
+        "seed": sampling.seed,
+        "verbose": model.verbose,
+        **of_model(model, context),
+    }
+
+
+def _summarise(
+    engine: EngineOptions, model: ModelOptions, keywords: dict[str, Any], texts: Iterator[str]
 ) -> Iterator[Summary]:
-    """The library's summaries; what it refuses is about options.
+    """The engine's summaries; what it refuses is about options.
 
     Raises:
         CommandError: It refuses, before the first summary.
     """
-    from pyinertia.batch import summarise
-    from pyinertia.batch.documents import INSTRUCTION
     from pyinertia.cli import native_log
 
     if not model.verbose:
         native_log.silence()
-    policy = kv.policy()
-    budget = None if kv.kv_budget is None else int(policy.n_budget)
     try:
-        with closing(  # type: ignore[type-var]
-            summarise(
-                texts,
-                model=path,
-                instruction=INSTRUCTION if instruction is None else instruction,
-                n_part=part,
-                n_parallel=parallel,
-                kv_policy=kv.kv_policy,
-                kv_budget=budget,
-                kv_refresh=kv.kv_refresh,
-                n_ctx=context.ctx_size,
-                max_tokens=sampling.n_predict,
-                temperature=sampling.temp,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                repeat_penalty=sampling.repeat_penalty,
-                seed=sampling.seed,
-                verbose=model.verbose,
-                **keywords(model, context),
-            )
-        ) as summaries:
+        with closing(engine.summarise(model)(texts, **keywords)) as summaries:  # type: ignore[type-var]
             yield from summaries
     except PolicyError as error:
         raise CommandError(in_flags(error)) from error
