@@ -16,6 +16,7 @@ from pyinertia import _native
 from pyinertia.binding import llama_cpp
 from pyinertia.calls import EngineCalls
 from pyinertia.errors import PolicyError
+from pyinertia.interrupts import deferred
 from pyinertia.loading import choice, refuse_images
 from pyinertia.policy import MAX_COUNT
 
@@ -309,6 +310,7 @@ class Chats(EngineCalls):
             )
             raise PolicyError(msg)
 
+    @deferred()
     def _protect(self, ranges: list[tuple[int, int]], n_system: int) -> None:
         if (ranges, n_system) == (self._kv_ranges, self._kv_n_system):
             return

@@ -46,7 +46,6 @@ class Drafts(Chats):
     def _eval_drafted(self, tokens: Sequence[int]) -> None:
         """Evaluate a token and what was guessed after it, with the logits of each."""
         n_past = self.n_tokens
-        self._ctx.kv_cache_seq_rm(-1, n_past, -1)
         self._batch.set_batch(batch=tokens, n_past=n_past, logits_all=True)
         self._ctx.decode(self._batch)
         self.n_tokens = n_past + len(tokens)

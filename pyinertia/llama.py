@@ -17,10 +17,12 @@ from pyinertia.adapter import load_adapter
 from pyinertia.binding import BaseLlamaCache, LlamaTokenizer, llama_cpp
 from pyinertia.drafts import Drafts, without_guesses
 from pyinertia.errors import ModelError, PolicyError
+from pyinertia.interrupts import deferred
 from pyinertia.loading import (
     check_keywords,
     choice,
     explain,
+    explain_context,
     n_ctx_train,
     refuse_unservable,
     warn_budget,
@@ -127,6 +129,8 @@ class Llama(Drafts):
             self.close()
             if reason := explain(error, path):
                 raise ModelError(reason) from error
+            if "create llama_context" in str(error):
+                raise ValueError(explain_context(self.context_params)) from error
             raise
         if type(self.tokenizer_) is LlamaTokenizer:
             self.tokenizer_ = Tokenizer(self)
@@ -234,6 +238,9 @@ class Llama(Drafts):
             self._eval_parts(tokens, phase)
             return
         self._check_room(self.n_tokens + len(tokens))
+        # before the engine looks: tokens of a step that was interrupted have not been
+        self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+        self._requires_eval = True  # until the logits are those of the last token again
         if not self._kv_refusal:
             _native.prompt(self.ctx, 0, len(tokens) if phase == _PROMPT else 0)
             if phase == _PROMPT and self._kv_query_tokens:
@@ -306,10 +313,16 @@ class Llama(Drafts):
         phase = _PROMPT
         due: list[int] | None = tokens
         self._kv_sampler = None
-        while due is not None:
-            call.arguments["tokens"] = due
-            due = yield from self._generate_here(call, phase)
-            phase = _DECODE
+        try:
+            while due is not None:
+                call.arguments["tokens"] = due
+                due = yield from self._generate_here(call, phase)
+                phase = _DECODE
+        except (Exception, KeyboardInterrupt):
+            self._kv_phase = self._kv_n_certain = (
+                None  # also where Ctrl-C came between a phase and its end
+            )
+            raise
 
     def _generate_here(
         self, call: inspect.BoundArguments, phase: str
@@ -405,13 +418,15 @@ class Llama(Drafts):
             self._check_cells(n_pos, n_new)
         else:
             self._check_room(n_pos + n_new)
-        if n == 0 or (n_pos < self.n_tokens and not self._ctx.kv_cache_seq_rm(-1, n_pos, -1)):
+        if n_pos < self.n_tokens:
+            # before the cells leave: what is beyond n_tokens is removed anyway
+            self.n_tokens, self._requires_eval = n_pos, True
+            if n and self._ctx.kv_cache_seq_rm(-1, n_pos, -1):
+                self._reopen()
+            else:
+                n = 0
+        if n == 0:
             self.reset()
-            n = 0
-        elif n_pos < self.n_tokens:
-            self.n_tokens = n_pos
-            self._requires_eval = True
-            self._reopen()
         self._begin_prompt(prompt)
         return prompt[n:]
 
@@ -451,6 +466,7 @@ class Llama(Drafts):
         finally:
             self._kv_phase = before
 
+    @deferred()
     def _close_gaps(self, n_new: int, n_query: int = 0) -> None:
         """Renumber the resident positions if n_new more, and a question, would pass n_ctx."""
         if self.n_tokens + n_new + n_query <= self._n_positions:

@@ -98,6 +98,15 @@ def n_ctx_train(path: str) -> int:
         return int(metadata.get(f"{architecture}.context_length", 0))
 
 
+def explain_context(params: Any) -> str:
+    """Return what may be wrong where llama.cpp makes no context; params: what it was given."""
+    return (
+        f"Failed to create llama_context with n_ctx={params.n_ctx}, n_batch={params.n_batch}, "
+        f"type_k={params.type_k} and type_v={params.type_v}: there is no memory for it, or they do "
+        "not go together. Pass smaller ones, or verbose=True to see why"
+    )
+
+
 def explain(error: ValueError, path: str) -> str:
     """Return what is wrong with the file, "" if the error is about something else."""
     if not Path(path).exists():

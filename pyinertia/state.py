@@ -15,6 +15,7 @@ from pyinertia import _native
 from pyinertia.binding import BaseLlamaCache, LlamaDiskCache, LlamaRAMCache, llama_cpp
 from pyinertia.chat import Conversation
 from pyinertia.errors import PolicyError
+from pyinertia.interrupts import deferred
 from pyinertia.policy import KVPolicy
 from pyinertia.reuse import Cached, Closed, n_reused, n_shared
 
@@ -102,6 +103,7 @@ def save(llm: Llama) -> LlamaState:
     )
 
 
+@deferred()
 def load(llm: Llama, state: llama_cpp.LlamaState) -> None:
     """Put a state into a Llama. See `Llama.load_state` for what is refused."""
     check(llm, state)

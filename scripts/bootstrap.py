@@ -126,10 +126,10 @@ def build_stock_libs() -> Path:
     return BUILD / "stock" / "install" / "pyinertia" / "lib"
 
 
-def op_tests() -> Path:
-    """The binary that build_libs("test-backend-ops") makes."""
+def op_tests(build: str = "local") -> Path:
+    """The binary that the target test-backend-ops makes."""
     name = "test-backend-ops" + (".exe" if os.name == "nt" else "")
-    folder = BUILD / "local" / "bin"
+    folder = BUILD / build / "bin"
     return next((path for path in folder.rglob(name) if path.is_file()), folder / name)
 
 

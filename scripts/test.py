@@ -3,6 +3,7 @@
     python scripts/test.py                       all but the slow ones
     python scripts/test.py --slow                these too: the wheel and the sdist are built
     python scripts/test.py tests/test_policy.py -x
+    python scripts/test.py --sanitize address    the engine's tests under sanitizers; or: thread
 
 A run without arguments also fails if not all native op cases ran.
 """
@@ -14,6 +15,7 @@ import sys
 import time
 
 import bootstrap
+import sanitize
 
 
 def main() -> int:
@@ -21,6 +23,8 @@ def main() -> int:
         print(__doc__)
         return 0
     bootstrap.enter()
+    if sys.argv[1:2] == ["--sanitize"]:
+        return sanitize.main(sys.argv[2:])
     start = time.monotonic()
     bootstrap.build_libs("test-backend-ops")
     bootstrap.build_stock_libs()

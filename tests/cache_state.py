@@ -7,10 +7,11 @@ import struct
 import numpy as np
 
 
-def parse(data: bytes) -> tuple[dict[int, tuple[bytes, ...]], int]:
+def parse(data: bytes, seq_id: int = 0) -> tuple[dict[int, tuple[bytes, ...]], int]:
     """K of every layer, then V of every layer, by position; and how many bytes they took.
 
-    Of a cache with sliding windows these are the layers without.
+    seq_id: the sequence that was saved. Of a cache with sliding windows these are the layers
+    without.
     """
     at = 0
 
@@ -25,13 +26,18 @@ def parse(data: bytes) -> tuple[dict[int, tuple[bytes, ...]], int]:
         at += n
         return data[at - n : at]
 
-    _, _, n_stream, n_cells = read("IiII")  # magic, sequence
-    assert n_stream == 1
+    _, _, n_stream = read("IiI")  # magic, sequence
+    n_cells = read("I")
+    for _ in range(n_stream - 1):  # the streams of other sequences have no cells here
+        if n_cells == 0:
+            n_cells = read("I")
+    if n_cells == 0:
+        return {}, at
     cells = []
     for _ in range(n_cells):
         pos, n_seq, seq = read("iIi")
         cells.append(pos)
-        assert (n_seq, seq) == (1, 0)
+        assert (n_seq, seq) == (1, seq_id)
     v_trans, n_layer = read("II")
     out = {pos: [] for pos in cells}
     for _ in range(n_layer):

@@ -19,6 +19,11 @@ OP_CASES = pytest.StashKey[dict[str, int]]()  # op -> cases that ran and passed
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-op-cases", action="store_true", help="fail unless they all ran")
     parser.addoption("--samples", type=int, default=8, help="samples of the retrieval test")
+    parser.addoption("--sequences", type=int, default=300, help="sequences of calls in C")
+    parser.addoption("--files", type=int, default=300, help="malformed model files")
+    parser.addoption("--threads", type=int, default=1, help="threads in the sequences of calls")
+    parser.addoption("--tiny", action="store_true", help="leave out what loads a real model")
+    parser.addoption("--op-tests", type=Path, default=bootstrap.op_tests(), help="the binary")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[OP_CASES] = {}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--tiny"):
+        real = [item for item in items if {"smollm2", "gemma3"} & set(item.fixturenames)]
+        config.hook.pytest_deselected(items=real)
+        items[:] = [item for item in items if item not in real]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

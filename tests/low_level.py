@@ -20,13 +20,17 @@ class Context:
         n_seq: int = 1,
         unified: bool = False,
         compact: bool = True,
+        n_ctx: int = 512,
+        n_ubatch: int = 512,
+        n_threads: int = 1,
         watch: Callable[[int], None] | None = None,
     ) -> None:
-        """watch(tensor) is called for every node that is computed."""
+        """n_ctx: per sequence; watch(tensor) is called for every node that is computed."""
         self.policy = policy
         params = lc.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = 512 * n_seq, n_seq, unified
-        params.n_threads = params.n_threads_batch = 1
+        params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx * n_seq, n_seq, unified
+        params.n_threads = params.n_threads_batch = n_threads
+        params.n_ubatch = n_ubatch
         params.type_k = params.type_v = 0  # f32: batched and alone agree but for rounding
         if watch:
             self.watch = lc.ggml_backend_sched_eval_callback(lambda t, ask, _: watch(t) or not ask)
@@ -39,6 +43,11 @@ class Context:
         _native.prompt(self.ctx, seq_id, n_tokens)
 
     def decode(self, ids: dict[int, list[int]], expected: int = 0) -> None:
+        code = self.try_decode(ids)
+        assert code == expected
+
+    def try_decode(self, ids: dict[int, list[int]]) -> int:
+        """Decode tokens of some sequences; returns llama.cpp's code, 0 if it went well."""
         n = sum(map(len, ids.values()))
         batch = lc.llama_batch_init(n, 0, 1)
         for seq_id, values in ids.items():
@@ -49,11 +58,12 @@ class Context:
                 batch.logits[i] = True
                 batch.n_tokens += 1
                 self.n_past[seq_id] += 1
-        assert lc.llama_decode(self.ctx, batch) == expected
+        code = lc.llama_decode(self.ctx, batch)
         lc.llama_batch_free(batch)
-        if expected:
+        if code:
             for seq_id, values in ids.items():
                 self.n_past[seq_id] -= len(values)
+        return code
 
     def cells(self, seq_id: int) -> np.ndarray:
         return _native.cells(self.ctx, seq_id)

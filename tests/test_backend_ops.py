@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 
-import bootstrap
 import pytest
 from conftest import OP_CASES
 
@@ -21,7 +20,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("op", EXPECTED)
 def test_op_equals_its_reference(op: str, request: pytest.FixtureRequest) -> None:
-    binary = bootstrap.op_tests()
+    binary = request.config.getoption("--op-tests")
     if not binary.is_file():
         pytest.fail("not built: run python scripts/test.py")
     command = [str(binary), "test", "-b", "CPU", "-o", op]

@@ -6,6 +6,17 @@
 // mistake is reported through the return value and a message, never by aborting or throwing.
 //
 // The method, the cell layout and the invariants are explained in src/llama-kv-evict.h.
+//
+// llama.cpp's own calls on the same context are less patient. These abort the process:
+//   llama_memory_seq_*   a sequence that does not exist (n_seq_max or more; 256 with one stream), or below 0 (seq_rm: -1 is all)
+//   llama_memory_seq_cp  between streams (kv_unified = false): a part of a sequence
+//   llama_memory_seq_add, _div  under M-RoPE, or where llama_memory_can_shift is false (with the next batch); division by 0
+//   llama_decode         more tokens than n_batch
+// and these spoil K and V without a word:
+//   llama_state_seq_get_data, _set_data  before llama_decode has applied a seq_cp between streams or a seq_add
+//   an abort callback that stops llama_decode while it applies a seq_add: keys of some layers are rotated again
+// pyinertia.Llama calls none of them so. What llama_decode itself refuses, or does not finish (an abort callback, no memory),
+// is an error code, and the cells are those of before but for what was evicted to make room.
 
 #include "llama.h"
 

@@ -266,7 +266,8 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     if (!msg.empty()) {
         ctx.cparams.n_ctx     = cparams.n_ctx;
         ctx.cparams.n_ctx_seq = cparams.n_ctx_seq;
-        reserve(before);
+        kv->evict = before;
+        ctx.sched_need_reserve = true; // by the next batch: here it could fail again
         return msg;
     }
 
@@ -352,7 +353,7 @@ int32_t llama_kv_evict_n_layer(llama_context * ctx) {
 bool llama_kv_evict_set_layer_weights(llama_context * ctx, const float * w, int32_t n) {
     auto * evict = get_engine(ctx);
 
-    return evict && w && evict->set_layer_weights(w, n);
+    return evict && w && n > 0 && evict->set_layer_weights(w, n);
 }
 
 bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {
@@ -402,9 +403,12 @@ int32_t llama_kv_evict_keep(llama_context * ctx, llama_seq_id seq_id, const llam
     if (!evict) {
         return -1;
     }
+    if (n_pos < 0 || (n_pos > 0 && !pos)) {
+        return -2;
+    }
 
     return guarded(__func__, -1, [&] {
-        return evict->keep(*ctx, seq_id, pos && n_pos > 0 ? std::vector<llama_pos>(pos, pos + n_pos) : std::vector<llama_pos>());
+        return evict->keep(*ctx, seq_id, std::vector<llama_pos>(pos, pos + n_pos));
     });
 }
 

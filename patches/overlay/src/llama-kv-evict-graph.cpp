@@ -10,6 +10,7 @@
 #include "ggml-kv-evict.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 //
 // llm_graph_input_kv_evict
@@ -237,7 +238,8 @@ void llama_kv_evict::alloc_rows() {
 
         ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
         if (!buf) {
-            throw std::bad_alloc();
+            throw std::runtime_error(format("there is no memory for the scores of %u cells: %zu MiB; fewer cells, or a smaller n_window, take less",
+                        kv.get_size(), ggml_nbytes(rows) >> 20));
         }
         ggml_backend_buffer_clear(buf.get(), 0);
 
@@ -309,6 +311,7 @@ bool llama_kv_evict::update(llama_context & lctx) try {
             moved(s, meta);
             seq.i_release = 0;
         } else {
+            seq.has_holes = true;
             LLAMA_LOG_ERROR("%s: failed to move %zu cells of stream %u, they stay where they are\n", __func__, seq.from.size(), s);
         }
 

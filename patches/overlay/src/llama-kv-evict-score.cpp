@@ -178,6 +178,10 @@ const std::vector<bool> & llama_kv_evict::scan(uint32_t s) {
         n_new += is_new;
     }
 
+    if (seq.p0 < seq.p1 && n_new == 0) {
+        static_cast<progress &>(seq) = seq.before;
+    }
+
     if (n_old == 0) {
         // other contents were loaded, or these are the first
         seq.phase_cur = PHASE_PROMPT;
@@ -217,9 +221,6 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 
         // the query itself is gone (the batch failed, or was rolled back): so is its row
         if (it == by_pos.end() || !seen[it->second]) {
-            if (seq.phase_cur == PHASE_FIRST) {
-                seq.phase_cur = PHASE_PROMPT;
-            }
             continue;
         }
 

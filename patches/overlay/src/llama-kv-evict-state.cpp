@@ -334,7 +334,15 @@ std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_se
     }
 
     // now, not with the next batch: K fits its positions if a state is saved before
-    lctx.memory_update(true);
+    // all of it: keys of which some are rotated would be lost
+    auto * abort_callback = lctx.abort_callback;
+    lctx.set_abort_callback(nullptr, lctx.abort_callback_data);
+    try {
+        lctx.memory_update(true);
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: the next batch rotates the keys: %s\n", __func__, err.what());
+    }
+    lctx.set_abort_callback(abort_callback, lctx.abort_callback_data);
     n_copied = 0; // pending copies were applied, too
 
     return old;

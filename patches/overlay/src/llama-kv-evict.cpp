@@ -144,6 +144,8 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
     seq.p0 = pos.front();
     seq.p1 = pos.back() + 1;
 
+    seq.before = seq;
+
     if (is_prompt(s, n_new)) {
         if (n_used == 0 && seq.n_probe == 0) {
             seq.is_probed = false;

@@ -37,6 +37,9 @@
 //
 // A further prompt starts over; its ranking and the scores so far are joined by max.
 //
+// A batch that fails, is aborted, or is removed before the next call, has not been: the next one finds scores, phase and
+// counters as this one found them. What it evicted to make room stays evicted; for the same batch that is the same choice.
+//
 // Invariants: sinks, recent and protected cells never leave; in the decode phase never more than n_budget cells, the
 // incoming ones included; the newest cell stays (decode continues at its position + 1); cells keep their positions, unless
 // the caller closes the gaps;
@@ -193,23 +196,28 @@ private:
         uint32_t  row;
     };
 
+    // how far a sequence has come; a batch that fails, or is taken back before the next, does not count
+    struct progress {
+        phase    phase_cur  = PHASE_PROMPT;
+        uint32_t n_spare    = 0; // cells that a prompt's batches leave free for probes
+        bool     is_probed  = false;
+        uint32_t n_budget   = 0;
+        uint32_t n_unscored = 0; // decode steps since the last scored one
+    };
+
     // one sequence and its stream
-    struct seq_state {
+    struct seq_state : progress {
         std::vector<cell_state> cells;       // [kv_size]
         uint32_t                n_cells = 0; // those above were never seen or are empty
         std::deque<window_row>  window;
 
-        phase    phase_cur  = PHASE_PROMPT;
-        int32_t  n_prompt   = -1; // announced prompt tokens that are still to come, -1 = none were announced
-        int32_t  n_probe    = 0;  // announced tokens of a probe
-        uint32_t n_spare    = 0;  // cells that a prompt's batches leave free for probes
-        bool     is_probed  = false;
-        uint32_t n_budget   = 0;
-        uint32_t n_unscored = 0;  // decode steps since the last scored one
+        int32_t n_prompt = -1; // announced prompt tokens that are still to come, -1 = none were announced
+        int32_t n_probe  = 0;  // announced tokens of a probe
 
-        // the batch in flight
+        // the batch in flight, and what the progress was before it
         llama_pos p0 = 0;
         llama_pos p1 = 0; // exclusive
+        progress  before;
         std::vector<scored_query> queries;
 
         // the next layer whose memory goes back: a few per step, so that the cut stays short
