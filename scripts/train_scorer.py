@@ -1,0 +1,332 @@
+"""Train the learned scorer: record what a model attends to, fit, write an .npz.
+
+    .venv/bin/python scripts/train_scorer.py model.gguf -o my.npz
+    ... kv_policy=KVPolicy(scorer="learned", aggregation="last", scorer_file="my.npz")
+
+Windows of text are played token by token. The engine itself computes the features of each cell:
+once the whole prompt was ranked, and at later steps in a cache that was cut to the budget. What is
+to be predicted is the mean mass that the next queries put on the cell in a cache that keeps all.
+
+The texts are ones that every Python has: to train on, docstrings and sources of its standard
+library; held out, its help topics, which `pyinertia eval` plays, too. --train and --held-out name
+others. Everything is seeded; with --traces the recordings are kept, and a stopped run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import pyinertia  # first: it finds the library
+from pyinertia import KVPolicy, Llama, _native
+from pyinertia.eval.statistics import spearman
+from pyinertia.eval.text import article
+from pyinertia.learned import FEATURES, LearnedScorer
+
+EPS = 1e-4  # of the features and of the target: log(EPS + value/mean)
+BETA = 0.95
+STEPS = (1, 9, 33, 65, 97)  # decode steps whose cells are samples; only the first sees all of them
+RIDGE = 1e-3
+
+Array = npt.NDArray[np.float64]
+
+
+class Group(NamedTuple):
+    """The cells that may leave after a decode step: features [n, 7] and target [n]."""
+
+    step: int
+    x: Array
+    y: Array
+
+
+# -- texts ------------------------------------------------------------------------------------
+
+
+def sources() -> Iterator[str]:
+    """The modules of the standard library, by name."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def docstrings() -> Iterator[str]:
+    """Their docstrings of some length."""
+    for source in sources():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in some of them
+            tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if len(text) > 200:
+                    yield text
+
+
+def windows(llm: Llama, texts: Sequence[str], n: int, n_tokens: int, seed: int) -> list[list[int]]:
+    """n windows of n_tokens tokens, from the texts in turn."""
+    rng, out = np.random.default_rng(seed), []
+    for i in range(n):
+        data = texts[i % len(texts)].encode()
+        n_bytes = min(12 * n_tokens, len(data))
+        start = int(rng.integers(0, len(data) - n_bytes + 1))
+        tokens = llm.tokenize(data[start : start + n_bytes].decode(errors="ignore").encode())
+        if len(tokens) < n_tokens:
+            raise SystemExit(f"a text is shorter than {n_tokens} tokens: use longer ones")
+        out.append(tokens[:n_tokens])
+    return out
+
+
+# -- recording --------------------------------------------------------------------------------
+
+
+def neutral() -> LearnedScorer:
+    """Ranks by the EMA."""
+    zeros, ones = np.zeros(7, np.float32), np.ones(7, np.float32)
+    ema = np.array([name == "ema" for name in FEATURES], np.float32)
+    none = np.zeros((0, 7), np.float32), np.zeros(0, np.float32)
+    beta, bias = np.array(BETA, np.float32), np.array(0, np.float32)
+    return LearnedScorer(beta, zeros, ones, *none, ema, bias)
+
+
+class Recorder:
+    """Plays windows in a cache that keeps all, and in one that is cut."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options = options
+        scorer_file = folder / "neutral.npz"
+        neutral().write(scorer_file)
+        make = partial(KVPolicy, scorer="learned", aggregation="last", scorer_file=str(scorer_file))
+        self.policy = make(n_budget=options.budget)
+        n_ctx = options.length + options.tokens
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the size of the budget
+            self.whole, self.cut = (
+                Llama(
+                    options.model,
+                    n_ctx=n_ctx,
+                    n_threads=options.threads,
+                    n_threads_batch=options.threads,
+                    flash_attn=True,
+                    verbose=False,
+                    kv_policy=policy,
+                )
+                for policy in (make(n_budget=2**30), self.policy)
+            )
+
+    def play(self, tokens: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Yield after every decode step: features and positions in the cut cache, masses of all."""
+        n_prompt = self.options.length
+        self.whole.reset()
+        self.whole.eval(tokens[:n_prompt])
+        self.cut.load_state(self.whole.save_state())
+        for token in tokens[n_prompt:]:
+            for llm in (self.whole, self.cut):
+                llm.eval([token])
+            mass = np.exp(_native.features(self.whole.ctx, 0)[:, 0].astype(np.float64)) - EPS
+            x = _native.features(self.cut.ctx, 0).astype(np.float64)
+            yield (x, self.cut.kv_cells()["pos"]), mass
+
+    def record(self, tokens: Sequence[int]) -> list[Group]:
+        """The groups of one window."""
+        cells, masses = zip(*self.play(tokens), strict=True)
+        to_come = np.zeros((len(masses), len(tokens)))
+        for t, mass in enumerate(masses):
+            to_come[t, : mass.size] = mass
+        groups = []
+        for step in STEPS:
+            later = to_come[step : step + self.options.horizon]
+            if len(later) < self.options.horizon:
+                break
+            x, pos = cells[step - 1]
+            future = later.mean(axis=0)[pos]
+            newest = self.options.length + step - 1
+            may_leave = (pos >= self.policy.n_sink) & (pos <= newest - self.policy.n_recent)
+            y = np.log(EPS + future / future.mean())
+            groups.append(Group(step, x[may_leave], y[may_leave]))
+        return groups
+
+
+def record_all(
+    recorder: Recorder, split: str, texts: Sequence[str], n: int, folder: Path
+) -> list[Group]:
+    """Record windows, or read those that the folder has."""
+    options, groups = recorder.options, []
+    n_tokens = options.length + options.tokens
+    seed = options.seed + (split != "train")
+    for i, tokens in enumerate(windows(recorder.whole, texts, n, n_tokens, seed)):
+        identity = (Path(options.model).name, options.budget, options.horizon, STEPS, tokens)
+        digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+        path = folder / f"{split}-{digest}.npz"
+        if not path.is_file():
+            found = recorder.record(tokens)
+            arrays = {f"{k}{j}": a for j, g in enumerate(found) for k, a in g._asdict().items()}
+            part = path.with_suffix(".part")
+            with part.open("wb") as file:
+                np.savez(file, **arrays)
+            part.replace(path)
+        with np.load(path) as file:
+            n_groups = len(file.files) // len(Group._fields)
+            for j in range(n_groups):
+                groups.append(Group(int(file[f"step{j}"]), file[f"x{j}"], file[f"y{j}"]))
+        print(f"{split} {i + 1}/{n}: {sum(g.y.size for g in groups)} cells", flush=True)
+    return groups
+
+
+# -- fitting ----------------------------------------------------------------------------------
+
+
+def fit(groups: Sequence[Group], n_hidden: int, seed: int, about: str) -> LearnedScorer:
+    """Least squares of the logs, each group with the same weight."""
+    x = np.concatenate([g.x for g in groups])
+    y = np.concatenate([g.y for g in groups])
+    weight = np.concatenate([np.full(g.y.size, 1 / g.y.size) for g in groups]) / len(groups)
+    mean = weight @ x
+    scale = np.maximum(np.sqrt(weight @ (x - mean) ** 2), 1e-3)
+    u = (x - mean) / scale
+    if n_hidden:
+        net = _fit_hidden(u, y, weight, n_hidden, seed)
+    else:
+        net = (np.zeros((0, x.shape[1])), np.zeros(0), *_fit_linear(u, y, weight))
+    parts = [np.asarray(part, np.float32) for part in (BETA, mean, scale, *net)]
+    return LearnedScorer(*parts[:7], about=about)
+
+
+def _fit_linear(u: Array, y: Array, weight: Array) -> tuple[Array, Array]:
+    bias = weight @ y
+    gram = u.T @ (weight[:, None] * u) + RIDGE * np.eye(u.shape[1])
+    return np.linalg.solve(gram, u.T @ (weight * (y - bias))), bias
+
+
+def _fit_hidden(u: Array, y: Array, weight: Array, n_hidden: int, seed: int) -> tuple[Array, ...]:
+    """Adam on all samples at once."""
+    rng = np.random.default_rng(seed)
+    net = [
+        rng.normal(0, (2 / u.shape[1]) ** 0.5, (n_hidden, u.shape[1])),
+        np.zeros(n_hidden),
+        rng.normal(0, n_hidden**-0.5, n_hidden),
+        np.array(weight @ y),
+    ]
+    first, second = [np.zeros_like(p) for p in net], [np.zeros_like(p) for p in net]
+    n_steps = 1500
+    for step in range(1, n_steps + 1):
+        w1, b1, w2, b2 = net
+        h = np.maximum(0, u @ w1.T + b1)
+        d = 2 * weight * (h @ w2 + b2 - y)
+        back = np.outer(d, w2) * (h > 0)
+        gradients = [back.T @ u + RIDGE * w1, back.sum(axis=0), h.T @ d + RIDGE * w2, d.sum()]
+        rate = 0.02 * (1 - step / (n_steps + 1))
+        for i, g in enumerate(gradients):
+            first[i] = 0.9 * first[i] + 0.1 * g
+            second[i] = 0.999 * second[i] + 0.001 * g**2
+            m, v = first[i] / (1 - 0.9**step), second[i] / (1 - 0.999**step)
+            net[i] = net[i] - rate * m / (np.sqrt(v) + 1e-9)
+    return tuple(net)
+
+
+# -- what it is worth -------------------------------------------------------------------------
+
+
+def captured(score: Array, group: Group, n: int) -> float:
+    """The share of the mass to come that the n best cells have, of what n cells can have."""
+    future = np.exp(group.y)
+    best = np.sort(future)[-n:].sum()
+    return float(future[np.argsort(score)[-n:]].sum() / best)
+
+
+def report(groups: Sequence[Group], scorers: dict[str, LearnedScorer], n_keep: int) -> None:
+    """By scorer: rank correlation with the mass to come, and how much of it the first cut keeps."""
+    rankings: dict[str, Callable[[Array], Array]] = {
+        "mass": lambda x: x[:, 0],
+        "EMA (attention)": lambda x: x[:, 1],
+        "maximum": lambda x: x[:, 2],
+        "newest (recency)": lambda x: -x[:, 3],
+        **{name: scorer.predict for name, scorer in scorers.items()},
+    }
+    first = [group for group in groups if group.step == 1]
+    later = [group for group in groups if group.step > 1]
+    print(f"\nheld out: {len(first)} prompts and {len(later)} later steps")
+    print(f"{'ranked by':<20}{'Spearman':>10}{'later':>10}{'kept mass':>12}")
+    for name, rank in rankings.items():
+        rho = [
+            float(np.mean([spearman(rank(g.x).tolist(), g.y.tolist()) for g in part] or [np.nan]))
+            for part in (first, later)
+        ]
+        share = np.mean([captured(rank(g.x), g, min(n_keep, g.y.size)) for g in first])
+        print(f"{name:<20}{rho[0]:>10.3f}{rho[1]:>10.3f}{share:>12.3f}")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="GGUF")
+    parser.add_argument("-o", "--out", default="learned.npz", help="file to write")
+    parser.add_argument("--hidden", type=int, default=0, help="ReLUs; 0: linear")
+    parser.add_argument("--train", nargs="+", help="text files to train on")
+    parser.add_argument("--held-out", nargs="+", help="text files that are held out")
+    parser.add_argument("--windows", type=int, default=12, help="windows to train on")
+    parser.add_argument("--held-out-windows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window's prompt")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens decoded after it")
+    parser.add_argument("--horizon", type=int, default=63, help="queries whose mass is predicted")
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", type=Path, help="folder that keeps the recordings")
+    options = parser.parse_args(arguments)
+    if options.tokens <= options.horizon:
+        parser.error(f"--tokens {options.tokens} has to be more than --horizon {options.horizon}")
+    if not 0 <= options.hidden <= 256:
+        parser.error("--hidden has to be in [0, 256]")
+    if min(options.windows, options.held_out_windows) < 1:
+        parser.error("--windows and --held-out-windows have to be at least 1")
+    return options
+
+
+def read_texts(paths: Iterable[str] | None, default: Callable[[], list[str]]) -> list[str]:
+    """The files' texts, or those that every Python has."""
+    return [Path(path).read_text(encoding="utf-8") for path in paths] if paths else default()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Record, fit, report, write."""
+    options = parse(arguments)
+    train = read_texts(options.train, lambda: ["\n\n".join(docstrings()), "\n".join(sources())])
+    held_out = read_texts(options.held_out, lambda: [article()])
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.traces or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        recorder = Recorder(options, folder)
+        groups = record_all(recorder, "train", train, options.windows, folder)
+        tests = record_all(recorder, "held-out", held_out, options.held_out_windows, folder)
+    about = (
+        f"pyinertia {pyinertia.__version__}, {Path(options.model).name}, {options.windows} windows "
+        f"of {options.length} + {options.tokens} tokens, budget {options.budget}, "
+        f"horizon {options.horizon}, seed {options.seed}"
+    )
+    sizes = dict.fromkeys((0, options.hidden or 16))
+    fitted = {n: fit(groups, n, options.seed, about) for n in sizes}
+    named = {f"learned, {n} ReLUs" if n else "learned, linear": fitted[n] for n in fitted}
+    report(tests, named, options.budget - recorder.policy.n_sink - recorder.policy.n_recent)
+    chosen = fitted[options.hidden]
+    if not options.hidden:
+        terms = zip(FEATURES, chosen.weight, strict=True)
+        print("\nweights of the linear one, features over their deviation:")
+        print(", ".join(f"{name} {weight:+.3f}" for name, weight in terms))
+    chosen.write(options.out)
+    print(f"\nwritten: {options.out}, {Path(options.out).stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
