@@ -94,7 +94,7 @@ def read(path: str | Path | None = None) -> LearnedScorer:
     """
     path = shipped() if path is None else Path(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except FileNotFoundError as error:
         raise _refused(path, "it does not exist") from error
