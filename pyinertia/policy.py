@@ -190,7 +190,6 @@ class KVPolicy:
                 "learned scorer has a file; use scorer='learned', or leave scorer_file out"
             )
             raise PolicyError(msg)
-        learned.read(os.fspath(self.scorer_file))
         return os.fspath(self.scorer_file)
 
     def _check_budget(self) -> None:
@@ -340,7 +339,8 @@ def resolve_policy(
         kv_prefill: Replaces the policy's prefill.
 
     Raises:
-        PolicyError: The name is unknown, or a value is out of range.
+        PolicyError: The name is unknown, a value is out of range, or the scorer's file cannot be
+            read.
         TypeError: kv_policy is something else, or an override is given where nothing is evicted.
     """
     if kv_policy is not None and not isinstance(kv_policy, str | KVPolicy):
@@ -357,7 +357,10 @@ def resolve_policy(
             "leave them out"
         )
         raise TypeError(msg)
-    return replace(policy, **changes)
+    policy = replace(policy, **changes)
+    if policy.scorer == "learned":
+        learned.read(policy.scorer_file)  # before a model is loaded
+    return policy
 
 
 def _preset(name: str) -> KVPolicy:

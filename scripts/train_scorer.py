@@ -6,6 +6,9 @@
 Windows of text are played token by token. The engine itself computes the features of each cell:
 once the whole prompt was ranked, and at later steps in a cache that was cut to the budget. What is
 to be predicted is the mean mass that the next queries put on the cell in a cache that keeps all.
+Held-out windows then tell, beside other rankings: the rank correlation with that, after the prompt
+and at later steps, how much of what can be kept of it the first cut keeps, and the KL to the full
+cache with its ratio to attention's (a geometric mean).
 
 The texts are ones that every Python has: to train on, docstrings and sources of its standard
 library; held out, its help topics, which `pyinertia eval` plays, too. --train and --held-out name
@@ -20,7 +23,7 @@ import hashlib
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +33,10 @@ import numpy.typing as npt
 
 import pyinertia  # first: it finds the library
 from pyinertia import KVPolicy, Llama, _native
-from pyinertia.eval.statistics import spearman
+from pyinertia.eval.statistics import log_softmax, spearman
 from pyinertia.eval.text import article
 from pyinertia.learned import FEATURES, LearnedScorer
+from pyinertia.state import LlamaState
 
 EPS = 1e-4  # of the features and of the target: log(EPS + value/mean)
 BETA = 0.95
@@ -89,31 +93,33 @@ def windows(llm: Llama, texts: Sequence[str], n: int, n_tokens: int, seed: int) 
 # -- recording --------------------------------------------------------------------------------
 
 
-def neutral() -> LearnedScorer:
-    """Ranks by the EMA."""
-    zeros, ones = np.zeros(7, np.float32), np.ones(7, np.float32)
-    ema = np.array([name == "ema" for name in FEATURES], np.float32)
-    none = np.zeros((0, 7), np.float32), np.zeros(0, np.float32)
+def by_feature(name: str, sign: float = 1.0) -> LearnedScorer:
+    """Ranks by one feature: what is compared with."""
+    weight = np.array([sign * (name == feature) for feature in FEATURES], np.float32)
+    zeros, ones, no = np.zeros(7, np.float32), np.ones(7, np.float32), np.zeros(0, np.float32)
     beta, bias = np.array(BETA, np.float32), np.array(0, np.float32)
-    return LearnedScorer(beta, zeros, ones, *none, ema, bias)
+    return LearnedScorer(beta, zeros, ones, np.zeros((0, 7), np.float32), no, weight, bias)
+
+
+NEUTRAL = by_feature("ema")  # ranks as attention does
 
 
 class Recorder:
     """Plays windows in a cache that keeps all, and in one that is cut."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        """Load the model twice."""
         self.options = options
         scorer_file = folder / "neutral.npz"
-        neutral().write(scorer_file)
+        NEUTRAL.write(scorer_file)
         make = partial(KVPolicy, scorer="learned", aggregation="last", scorer_file=str(scorer_file))
         self.policy = make(n_budget=options.budget)
-        n_ctx = options.length + options.tokens
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the size of the budget
             self.whole, self.cut = (
                 Llama(
                     options.model,
-                    n_ctx=n_ctx,
+                    n_ctx=options.length + options.tokens,
                     n_threads=options.threads,
                     n_threads_batch=options.threads,
                     flash_attn=True,
@@ -123,28 +129,39 @@ class Recorder:
                 for policy in (make(n_budget=2**30), self.policy)
             )
 
-    def play(self, tokens: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """Yield after every decode step: features and positions in the cut cache, masses of all."""
-        n_prompt = self.options.length
+    def prompt(self, tokens: Sequence[int]) -> LlamaState:
+        """Evaluate a window's prompt, and return the state after it."""
         self.whole.reset()
-        self.whole.eval(tokens[:n_prompt])
-        self.cut.load_state(self.whole.save_state())
-        for token in tokens[n_prompt:]:
-            for llm in (self.whole, self.cut):
-                llm.eval([token])
-            mass = np.exp(_native.features(self.whole.ctx, 0)[:, 0].astype(np.float64)) - EPS
-            x = _native.features(self.cut.ctx, 0).astype(np.float64)
-            yield (x, self.cut.kv_cells()["pos"]), mass
+        self.whole.eval(tokens[: self.options.length])
+        return self.whole.save_state()
 
-    def record(self, tokens: Sequence[int]) -> list[Group]:
-        """The groups of one window."""
-        cells, masses = zip(*self.play(tokens), strict=True)
-        to_come = np.zeros((len(masses), len(tokens)))
-        for t, mass in enumerate(masses):
-            to_come[t, : mass.size] = mass
-        groups = []
+    def play_whole(self, tokens: Sequence[int]) -> tuple[Array, Array]:
+        """After each step: mass of the cells over its mean [steps, n], logs of the next tokens."""
+        steps = tokens[self.options.length :]
+        masses, logs = np.zeros((len(steps), len(tokens))), []
+        for t, token in enumerate(steps):
+            self.whole.eval([token])
+            mass = np.exp(_native.features(self.whole.ctx, 0)[:, 0].astype(np.float64)) - EPS
+            masses[t, : mass.size] = mass
+            logs.append(next_logs(self.whole))
+        return masses, np.array(logs)
+
+    def play_cut(
+        self, state: LlamaState, tokens: Sequence[int], scorer: LearnedScorer
+    ) -> Iterator[tuple[Array, npt.NDArray[np.int32]]]:
+        """Yield after each step: features [n, 7] and positions [n] of the cells."""
+        _native.set_weights(self.cut.ctx, NEUTRAL.n_hidden, NEUTRAL.flat())  # those of the state
+        self.cut.load_state(state)
+        _native.set_weights(self.cut.ctx, scorer.n_hidden, scorer.flat())
+        for token in tokens[self.options.length :]:
+            self.cut.eval([token])
+            yield _native.features(self.cut.ctx, 0).astype(np.float64), self.cut.kv_cells()["pos"]
+
+    def groups(self, cells: Sequence[tuple[Array, Any]], masses: Array) -> list[Group]:
+        """The samples of a window that was played both ways."""
+        out = []
         for step in STEPS:
-            later = to_come[step : step + self.options.horizon]
+            later = masses[step : step + self.options.horizon]
             if len(later) < self.options.horizon:
                 break
             x, pos = cells[step - 1]
@@ -152,21 +169,48 @@ class Recorder:
             newest = self.options.length + step - 1
             may_leave = (pos >= self.policy.n_sink) & (pos <= newest - self.policy.n_recent)
             y = np.log(EPS + future / future.mean())
-            groups.append(Group(step, x[may_leave], y[may_leave]))
-        return groups
+            out.append(Group(step, x[may_leave], y[may_leave]))
+        return out
+
+    def record(self, tokens: Sequence[int]) -> list[Group]:
+        """The samples of one window, cut as attention cuts."""
+        state = self.prompt(tokens)
+        masses, _ = self.play_whole(tokens)
+        return self.groups(list(self.play_cut(state, tokens, NEUTRAL)), masses)
+
+    def compare(
+        self, tokens: Sequence[int], scorers: Mapping[str, LearnedScorer]
+    ) -> tuple[list[Group], dict[str, float]]:
+        """The samples of one window, and each scorer's mean KL to the full cache after the cut."""
+        state = self.prompt(tokens)
+        masses, logs = self.play_whole(tokens)
+        groups, kl = [], {}
+        for name, scorer in scorers.items():
+            cells, distances = [], []
+            for p, seen in zip(logs, self.play_cut(state, tokens, scorer), strict=True):
+                cells.append(seen)
+                distances.append(float(np.exp(p) @ (p - next_logs(self.cut))))
+            kl[name] = float(np.mean(distances[1:]))  # the first step sees all cells
+            if scorer is NEUTRAL:
+                groups = self.groups(cells, masses)
+        return groups, kl
 
 
-def record_all(
-    recorder: Recorder, split: str, texts: Sequence[str], n: int, folder: Path
-) -> list[Group]:
-    """Record windows, or read those that the folder has."""
+def next_logs(llm: Llama) -> npt.NDArray[np.float32]:
+    """The logs of the probabilities of the next token, [n_vocab]."""
+    logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),))
+    return np.asarray(log_softmax(logits), np.float32)
+
+
+def record_all(recorder: Recorder, texts: Sequence[str], folder: Path) -> list[Group]:
+    """Record the windows to train on, or read those that the folder has."""
     options, groups = recorder.options, []
     n_tokens = options.length + options.tokens
-    seed = options.seed + (split != "train")
-    for i, tokens in enumerate(windows(recorder.whole, texts, n, n_tokens, seed)):
+    played = windows(recorder.whole, texts, options.windows, n_tokens, options.seed)
+    for i, tokens in enumerate(played):
         identity = (Path(options.model).name, options.budget, options.horizon, STEPS, tokens)
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-        path = folder / f"{split}-{digest}.npz"
+        path = folder / f"train-{digest}.npz"
         if not path.is_file():
             found = recorder.record(tokens)
             arrays = {f"{k}{j}": a for j, g in enumerate(found) for k, a in g._asdict().items()}
@@ -175,10 +219,9 @@ def record_all(
                 np.savez(file, **arrays)
             part.replace(path)
         with np.load(path) as file:
-            n_groups = len(file.files) // len(Group._fields)
-            for j in range(n_groups):
+            for j in range(len(file.files) // len(Group._fields)):
                 groups.append(Group(int(file[f"step{j}"]), file[f"x{j}"], file[f"y{j}"]))
-        print(f"{split} {i + 1}/{n}: {sum(g.y.size for g in groups)} cells", flush=True)
+        print(f"recorded {i + 1}/{options.windows}", flush=True)
     return groups
 
 
@@ -243,26 +286,42 @@ def captured(score: Array, group: Group, n: int) -> float:
     return float(future[np.argsort(score)[-n:]].sum() / best)
 
 
-def report(groups: Sequence[Group], scorers: dict[str, LearnedScorer], n_keep: int) -> None:
-    """By scorer: rank correlation with the mass to come, and how much of it the first cut keeps."""
-    rankings: dict[str, Callable[[Array], Array]] = {
-        "mass": lambda x: x[:, 0],
-        "EMA (attention)": lambda x: x[:, 1],
-        "maximum": lambda x: x[:, 2],
-        "newest (recency)": lambda x: -x[:, 3],
-        **{name: scorer.predict for name, scorer in scorers.items()},
+def report(recorder: Recorder, texts: Sequence[str], fitted: Mapping[str, LearnedScorer]) -> None:
+    """Play what was held out, and compare rankings."""
+    options, policy = recorder.options, recorder.policy
+    scorers = {
+        "EMA (attention)": NEUTRAL,
+        "mass": by_feature("mass"),
+        "newest (recency)": by_feature("age", -1),
+        **fitted,
     }
+    n_tokens, n = options.length + options.tokens, options.held_out_windows
+    groups: list[Group] = []
+    kl: dict[str, list[float]] = {name: [] for name in scorers}
+    for i, tokens in enumerate(windows(recorder.whole, texts, n, n_tokens, options.seed + 1)):
+        found, distances = recorder.compare(tokens, scorers)
+        groups += found
+        for name, value in distances.items():
+            kl[name].append(value)
+        listed = ", ".join(f"{name} {value:.4f}" for name, value in distances.items())
+        print(f"held out {i + 1}/{n}, KL to the full cache: {listed}", flush=True)
     first = [group for group in groups if group.step == 1]
     later = [group for group in groups if group.step > 1]
-    print(f"\nheld out: {len(first)} prompts and {len(later)} later steps")
-    print(f"{'ranked by':<20}{'Spearman':>10}{'later':>10}{'kept mass':>12}")
-    for name, rank in rankings.items():
+    n_keep = options.budget - policy.n_sink - policy.n_recent
+    print(
+        f"\n{'ranked by':<20}{'Spearman':>10}{'later':>10}{'kept mass':>12}{'KL':>10}{'ratio':>9}"
+    )
+    for name, scorer in scorers.items():
         rho = [
-            float(np.mean([spearman(rank(g.x).tolist(), g.y.tolist()) for g in part] or [np.nan]))
+            float(np.mean([spearman(scorer.predict(g.x).tolist(), g.y.tolist()) for g in part]))
             for part in (first, later)
         ]
-        share = np.mean([captured(rank(g.x), g, min(n_keep, g.y.size)) for g in first])
-        print(f"{name:<20}{rho[0]:>10.3f}{rho[1]:>10.3f}{share:>12.3f}")
+        share = np.mean([captured(scorer.predict(g.x), g, min(n_keep, g.y.size)) for g in first])
+        ratio = np.exp(np.mean(np.log(np.divide(kl[name], kl["EMA (attention)"]))))
+        print(
+            f"{name:<20}{rho[0]:>10.3f}{rho[1]:>10.3f}{share:>12.3f}{np.mean(kl[name]):>10.4f}"
+            f"{ratio:>9.3f}"
+        )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -308,8 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = options.traces or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         recorder = Recorder(options, folder)
-        groups = record_all(recorder, "train", train, options.windows, folder)
-        tests = record_all(recorder, "held-out", held_out, options.held_out_windows, folder)
+        groups = record_all(recorder, train, folder)
     about = (
         f"pyinertia {pyinertia.__version__}, {Path(options.model).name}, {options.windows} windows "
         f"of {options.length} + {options.tokens} tokens, budget {options.budget}, "
@@ -317,15 +375,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     sizes = dict.fromkeys((0, options.hidden or 16))
     fitted = {n: fit(groups, n, options.seed, about) for n in sizes}
-    named = {f"learned, {n} ReLUs" if n else "learned, linear": fitted[n] for n in fitted}
-    report(tests, named, options.budget - recorder.policy.n_sink - recorder.policy.n_recent)
     chosen = fitted[options.hidden]
+    chosen.write(options.out)
+    print(f"written: {options.out}, {Path(options.out).stat().st_size} bytes")
     if not options.hidden:
         terms = zip(FEATURES, chosen.weight, strict=True)
-        print("\nweights of the linear one, features over their deviation:")
-        print(", ".join(f"{name} {weight:+.3f}" for name, weight in terms))
-    chosen.write(options.out)
-    print(f"\nwritten: {options.out}, {Path(options.out).stat().st_size} bytes")
+        print("weights:", ", ".join(f"{name} {weight:+.3f}" for name, weight in terms))
+    report(
+        recorder,
+        held_out,
+        {f"learned, {n} ReLUs" if n else "learned, linear": fitted[n] for n in fitted},
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from low_level import Context
 from reference import learned_row
 from states import DEFAULTS, POLICY, TOKENS
 
-from pyinertia import KVPolicy, Llama, PolicyError, _native, learned
+from pyinertia import KVPolicy, Llama, PolicyError, _native, learned, resolve_policy
 from pyinertia.learned import FEATURES, LearnedScorer
 from pyinertia.policy_text import parse_policy
 
@@ -76,7 +76,7 @@ def play(llm: Llama, n_prompt: int, n_decode: int, at: int = 0) -> None:
 def test_it_keeps_what_attention_keeps_if_it_ranks_by_the_ema(tiny, tmp_path, changes):
     """Across the first cut, its moves, holes that are filled and, lazily, steps without a score."""
     ema = replace(POLICY, lambda_=1.0, **{"aggregation": "ema", **changes, "beta": 0.95})
-    neutral = write(train_scorer.neutral(), tmp_path / "neutral.npz")
+    neutral = write(train_scorer.NEUTRAL, tmp_path / "neutral.npz")
     kept = []
     for policy in (ema, replace(LEARNED, **changes, scorer_file=neutral)):
         llm = load(tiny, policy)
@@ -192,7 +192,7 @@ def test_closed_gaps_keep_it(tiny):
 
 def test_a_bounded_prompt_is_ranked_by_it(tiny, tmp_path):
     """Each batch makes room by what it predicts: here, that the oldest matter most."""
-    scorer = train_scorer.neutral()
+    scorer = train_scorer.NEUTRAL
     weight = np.array([name == "age" for name in FEATURES], np.float32)
     file = write(replace(scorer, weight=weight), tmp_path / "age.npz")
     policy = replace(LEARNED, scorer_file=file, n_budget=64, prefill="bounded")
@@ -300,7 +300,7 @@ def test_a_file_with_other_arrays_is_refused(tmp_path, changes, message):
     path = tmp_path / "bad.npz"
     np.savez(path, **arrays(**changes))
     with pytest.raises(PolicyError, match=message) as caught:
-        KVPolicy(scorer="learned", scorer_file=path)
+        resolve_policy(KVPolicy(scorer="learned", scorer_file=path))
     assert str(path) in str(caught.value)
 
 
@@ -317,17 +317,20 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         with pytest.raises(PolicyError, match=r"cannot be read as an \.npz"):
             learned.read(path)
     with pytest.raises(PolicyError, match="it does not exist; give a file that scripts/train"):
-        KVPolicy(scorer="learned", scorer_file=str(tmp_path / "missing.npz"))
+        resolve_policy(KVPolicy(scorer="learned", scorer_file=tmp_path / "missing.npz"))
     with pytest.raises(PolicyError, match=r"scorer_file=7\): scorer_file must be a path, or None"):
         KVPolicy(scorer="learned", scorer_file=7)
     with pytest.raises(PolicyError, match="only the learned scorer has a file"):
         KVPolicy(scorer_file=whole)
 
 
-def test_a_file_that_is_gone_when_the_model_loads_is_named(tiny, tmp_path):
+def test_a_file_is_read_when_a_model_is_loaded(tiny, tmp_path):
     path = tmp_path / "gone.npz"
     policy = replace(LEARNED, scorer_file=write(random_scorer(), path))
+    llm = load(tiny, policy)
     path.unlink()
+    play(llm, 100, 10)
+    llm.load_state(llm.save_state())
     with pytest.raises(PolicyError, match="it does not exist"):
         load(tiny, policy)
 
@@ -354,7 +357,7 @@ def test_it_is_trained_end_to_end(tiny, tmp_path, capsys):
     out = [tmp_path / name for name in ("a.npz", "b.npz", "net.npz")]
     train_scorer.main([*common, "-o", str(out[0])])
     report = capsys.readouterr().out
-    rows = {line[:20].strip(): line.split()[-3:] for line in report.splitlines()}
+    rows = {line[:20].strip(): line.split()[-5:] for line in report.splitlines()}
     learned_rho, recency_rho = (float(rows[r][0]) for r in ("learned, linear", "newest (recency)"))
     assert learned_rho > recency_rho + 0.1
     assert learned_rho > float(rows["EMA (attention)"][0]) - 0.05
