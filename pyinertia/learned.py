@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pyinertia.errors import PolicyError
 
 FEATURES = ("mass", "ema", "max", "age", "key_norm", "value_norm", "position_share")
+ARRAYS = ("beta", "mean", "scale", "hidden_weight", "hidden_bias", "weight", "bias")
 N_HIDDEN_MAX = 256
 
 _UNREADABLE = (
@@ -70,13 +71,11 @@ class LearnedScorer:
 
     def flat(self) -> Floats:
         """All numbers in the order of llama_kv_evict_set_weights, float32."""
-        parts = (self.beta, self.mean, self.scale, self.hidden_weight, self.hidden_bias)
-        return np.concatenate([np.ravel(part) for part in (*parts, self.weight, self.bias)])
+        return np.concatenate([np.ravel(getattr(self, name)) for name in ARRAYS])
 
     def write(self, path: str | Path) -> None:
         """Write an .npz, the same bytes each time."""
-        names = ("beta", "mean", "scale", "hidden_weight", "hidden_bias", "weight", "bias")
-        arrays: dict[str, Any] = {name: np.float32(getattr(self, name)) for name in names}
+        arrays: dict[str, Any] = {name: np.float32(getattr(self, name)) for name in ARRAYS}
         with Path(path).open("wb") as file:
             np.savez(file, features=np.array(FEATURES), about=np.array(self.about), **arrays)
 

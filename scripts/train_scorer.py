@@ -35,7 +35,7 @@ import pyinertia  # first: it finds the library
 from pyinertia import KVPolicy, Llama, _native
 from pyinertia.eval.statistics import log_softmax, spearman
 from pyinertia.eval.text import article
-from pyinertia.learned import FEATURES, LearnedScorer
+from pyinertia.learned import ARRAYS, FEATURES, LearnedScorer
 from pyinertia.state import LlamaState
 
 EPS = 1e-4  # of the features and of the target: log(EPS + value/mean)
@@ -240,8 +240,9 @@ def fit(groups: Sequence[Group], n_hidden: int, seed: int, about: str) -> Learne
         net = _fit_hidden(u, y, weight, n_hidden, seed)
     else:
         net = (np.zeros((0, x.shape[1])), np.zeros(0), *_fit_linear(u, y, weight))
-    parts = [np.asarray(part, np.float32) for part in (BETA, mean, scale, *net)]
-    return LearnedScorer(*parts[:7], about=about)
+    parts = zip(ARRAYS, (BETA, mean, scale, *net), strict=True)
+    arrays = {name: np.asarray(part, np.float32) for name, part in parts}
+    return LearnedScorer(**arrays, about=about)
 
 
 def _fit_linear(u: Array, y: Array, weight: Array) -> tuple[Array, Array]:

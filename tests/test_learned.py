@@ -21,7 +21,7 @@ from reference import learned_row
 from states import DEFAULTS, POLICY, TOKENS
 
 from pyinertia import KVPolicy, Llama, PolicyError, _native, learned, resolve_policy
-from pyinertia.learned import FEATURES, LearnedScorer
+from pyinertia.learned import ARRAYS, FEATURES, LearnedScorer
 from pyinertia.policy_text import parse_policy
 
 N = len(FEATURES)
@@ -275,8 +275,7 @@ def test_one_ships_and_is_small():
 
 def arrays(**changes) -> dict:
     scorer = random_scorer(2)
-    names = ("beta", "mean", "scale", "hidden_weight", "hidden_bias", "weight", "bias")
-    found = {"features": np.array(FEATURES)} | {name: getattr(scorer, name) for name in names}
+    found = {"features": np.array(FEATURES)} | {name: getattr(scorer, name) for name in ARRAYS}
     return {name: a for name, a in (found | changes).items() if a is not None}
 
 
