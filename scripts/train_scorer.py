@@ -1,7 +1,8 @@
 """Train the learned scorer: record what a model attends to, fit, write an .npz.
 
     .venv/bin/python scripts/train_scorer.py model.gguf -o my.npz
-    # then Llama(..., kv_policy=KVPolicy(scorer="learned", aggregation="last", scorer_file="my.npz"))
+
+and then KVPolicy(scorer="learned", aggregation="last", scorer_file="my.npz").
 
 Windows of text are played token by token. The engine itself computes the features of each cell:
 once the whole prompt was ranked, and at later steps in a cache that was cut to the budget. What is
