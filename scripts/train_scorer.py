@@ -7,8 +7,9 @@ and then KVPolicy(scorer="learned", aggregation="last", scorer_file="my.npz").
 Windows of text are played token by token. The engine itself computes the features of each cell:
 once the whole prompt was ranked, and at later steps in a cache that was cut to the budget. What is
 to be predicted is the mean mass that the next queries put on the cell in a cache that keeps all.
-Held-out windows then tell, beside other rankings: the rank correlation with that, after the prompt
-and at later steps, how much of what can be kept of it the first cut keeps, and the KL to the full
+Each window is then ranked by what the others taught, and windows of held-out texts by all of it.
+Beside other rankings that tells the rank correlation with what came, after the prompt and at later
+steps, how much of what can be kept of it the first cut keeps, and, held out, the KL to the full
 cache with its ratio to attention's (a geometric mean).
 
 The texts are ones that every Python has: to train on, docstrings and sources of its standard
@@ -103,6 +104,12 @@ def by_feature(name: str, sign: float = 1.0) -> LearnedScorer:
 
 
 NEUTRAL = by_feature("ema")  # ranks as attention does
+BASE = "EMA (attention)"
+OTHERS = {
+    BASE: NEUTRAL,
+    "mass": by_feature("mass"),
+    "newest (recency)": by_feature("age", -1),
+}
 
 
 class Recorder:
@@ -203,9 +210,9 @@ def next_logs(llm: Llama) -> npt.NDArray[np.float32]:
     return np.asarray(log_softmax(logits), np.float32)
 
 
-def record_all(recorder: Recorder, texts: Sequence[str], folder: Path) -> list[Group]:
+def record_all(recorder: Recorder, texts: Sequence[str], folder: Path) -> list[list[Group]]:
     """Record the windows to train on, or read those that the folder has."""
-    options, groups = recorder.options, []
+    options, out = recorder.options, []
     n_tokens = options.length + options.tokens
     played = windows(recorder.whole, texts, options.windows, n_tokens, options.seed)
     for i, tokens in enumerate(played):
@@ -220,10 +227,11 @@ def record_all(recorder: Recorder, texts: Sequence[str], folder: Path) -> list[G
                 np.savez(file, **arrays)
             part.replace(path)
         with np.load(path) as file:
-            for j in range(len(file.files) // len(Group._fields)):
-                groups.append(Group(int(file[f"step{j}"]), file[f"x{j}"], file[f"y{j}"]))
+            n_groups = len(file.files) // len(Group._fields)
+            steps = [int(file[f"step{j}"]) for j in range(n_groups)]
+            out.append([Group(step, file[f"x{j}"], file[f"y{j}"]) for j, step in enumerate(steps)])
         print(f"recorded {i + 1}/{options.windows}", flush=True)
-    return groups
+    return out
 
 
 # -- fitting ----------------------------------------------------------------------------------
@@ -288,42 +296,53 @@ def captured(score: Array, group: Group, n: int) -> float:
     return float(future[np.argsort(score)[-n:]].sum() / best)
 
 
-def report(recorder: Recorder, texts: Sequence[str], fitted: Mapping[str, LearnedScorer]) -> None:
+def measures(scorer: LearnedScorer, groups: Sequence[Group], n_keep: int) -> tuple[float, ...]:
+    """Of one window: rank correlations after the prompt and at later steps, mass kept."""
+    first, *later = groups
+    rho = [spearman(scorer.predict(g.x).tolist(), g.y.tolist()) for g in groups]
+    share = captured(scorer.predict(first.x), first, min(n_keep, first.y.size))
+    return rho[0], float(np.mean(rho[1:])) if later else float("nan"), share
+
+
+def show(title: str, rows: Mapping[str, Sequence[tuple[float, ...]]]) -> None:
+    """The means over windows of measures, and of KL if there are any."""
+    print(f"\n{title:<36}{'Spearman':>10}{'later':>8}{'kept mass':>11}{'KL':>9}{'ratio':>8}")
+    base = [window[3:] for window in rows[BASE]]
+    for name, values in rows.items():
+        rho, later, share, *kl = np.mean(values, axis=0)
+        line = f"{name:<36}{rho:>10.3f}{later:>8.3f}{share:>11.3f}"
+        if kl:
+            logs = [
+                np.log(window[3] / theirs[0]) for window, theirs in zip(values, base, strict=True)
+            ]
+            line += f"{kl[0]:>9.4f}{np.exp(np.mean(logs)):>8.3f}"
+        print(line)
+
+
+def cross_validate(played: Sequence[Sequence[Group]], n_keep: int) -> None:
+    """Rank each window by numbers that were fitted to the others."""
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    for i, groups in enumerate(played):
+        others = [g for j, window in enumerate(played) if j != i for g in window]
+        for name, scorer in {**OTHERS, "learned, linear": fit(others, 0, 0, "")}.items():
+            rows.setdefault(name, []).append(measures(scorer, groups, n_keep))
+    show(f"{len(played)} windows, by the others", rows)
+
+
+def report(
+    recorder: Recorder, texts: Sequence[str], fitted: Mapping[str, LearnedScorer], n_keep: int
+) -> None:
     """Play what was held out, and compare rankings."""
-    options, policy = recorder.options, recorder.policy
-    scorers = {
-        "EMA (attention)": NEUTRAL,
-        "mass": by_feature("mass"),
-        "newest (recency)": by_feature("age", -1),
-        **fitted,
-    }
+    options, scorers = recorder.options, {**OTHERS, **fitted}
     n_tokens, n = options.length + options.tokens, options.held_out_windows
-    groups: list[Group] = []
-    kl: dict[str, list[float]] = {name: [] for name in scorers}
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in scorers}
     for i, tokens in enumerate(windows(recorder.whole, texts, n, n_tokens, options.seed + 1)):
-        found, distances = recorder.compare(tokens, scorers)
-        groups += found
-        for name, value in distances.items():
-            kl[name].append(value)
-        listed = ", ".join(f"{name} {value:.4f}" for name, value in distances.items())
+        groups, kl = recorder.compare(tokens, scorers)
+        for name, scorer in scorers.items():
+            rows[name].append((*measures(scorer, groups, n_keep), kl[name]))
+        listed = ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
         print(f"held out {i + 1}/{n}, KL to the full cache: {listed}", flush=True)
-    first = [group for group in groups if group.step == 1]
-    later = [group for group in groups if group.step > 1]
-    n_keep = options.budget - policy.n_sink - policy.n_recent
-    print(
-        f"\n{'ranked by':<20}{'Spearman':>10}{'later':>10}{'kept mass':>12}{'KL':>10}{'ratio':>9}"
-    )
-    for name, scorer in scorers.items():
-        rho = [
-            float(np.mean([spearman(scorer.predict(g.x).tolist(), g.y.tolist()) for g in part]))
-            for part in (first, later)
-        ]
-        share = np.mean([captured(scorer.predict(g.x), g, min(n_keep, g.y.size)) for g in first])
-        ratio = np.exp(np.mean(np.log(np.divide(kl[name], kl["EMA (attention)"]))))
-        print(
-            f"{name:<20}{rho[0]:>10.3f}{rho[1]:>10.3f}{share:>12.3f}{np.mean(kl[name]):>10.4f}"
-            f"{ratio:>9.3f}"
-        )
+    show(f"{n} windows that were held out", rows)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -369,25 +388,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = options.traces or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         recorder = Recorder(options, folder)
-        groups = record_all(recorder, train, folder)
+        played = record_all(recorder, train, folder)
     about = (
         f"pyinertia {pyinertia.__version__}, {Path(options.model).name}, {options.windows} windows "
         f"of {options.length} + {options.tokens} tokens, budget {options.budget}, "
         f"horizon {options.horizon}, seed {options.seed}"
     )
     sizes = dict.fromkeys((0, options.hidden or 16))
-    fitted = {n: fit(groups, n, options.seed, about) for n in sizes}
+    samples = [group for window in played for group in window]
+    fitted = {n: fit(samples, n, options.seed, about) for n in sizes}
     chosen = fitted[options.hidden]
     chosen.write(options.out)
     print(f"written: {options.out}, {Path(options.out).stat().st_size} bytes")
     if not options.hidden:
         terms = zip(FEATURES, chosen.weight, strict=True)
         print("weights:", ", ".join(f"{name} {weight:+.3f}" for name, weight in terms))
-    report(
-        recorder,
-        held_out,
-        {f"learned, {n} ReLUs" if n else "learned, linear": fitted[n] for n in fitted},
-    )
+    n_keep = options.budget - recorder.policy.n_sink - recorder.policy.n_recent
+    if len(played) > 1:
+        cross_validate(played, n_keep)
+    named = {f"learned, {n} ReLUs" if n else "learned, linear": fitted[n] for n in fitted}
+    report(recorder, held_out, named, n_keep)
 
 
 if __name__ == "__main__":

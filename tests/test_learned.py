@@ -357,7 +357,8 @@ def test_it_is_trained_end_to_end(tiny, tmp_path, capsys):
     out = [tmp_path / name for name in ("a.npz", "b.npz", "net.npz")]
     train_scorer.main([*common, "-o", str(out[0])])
     report = capsys.readouterr().out
-    rows = {line[:20].strip(): line.split()[-5:] for line in report.splitlines()}
+    _, table = report.split("by the others")
+    rows = {line[:36].strip(): line.split()[-5:] for line in table.splitlines()[-5:]}
     learned_rho, recency_rho = (float(rows[r][0]) for r in ("learned, linear", "newest (recency)"))
     assert learned_rho > recency_rho + 0.1
     assert learned_rho > float(rows["EMA (attention)"][0]) - 0.05
