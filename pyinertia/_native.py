@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pyinertia import learned
 from pyinertia.errors import NativeLibraryError, PolicyError
 from pyinertia.policy import AGGREGATIONS, HEADS, SCORERS, KVPolicy
 
@@ -24,7 +25,7 @@ from pyinertia.policy import AGGREGATIONS, HEADS, SCORERS, KVPolicy
 LLAMA_CPP_PYTHON = "0.3.36"
 LLAMA_CPP_COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 CELL = np.dtype([("pos", np.int32), ("score", np.float32)])  # struct llama_kv_evict_cell
 PATH_VARIABLE = "LLAMA_CPP_LIB_PATH"  # where llama_cpp looks for its library, once, at import
 REBUILD = (
@@ -104,6 +105,19 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     # LLAMA_API bool llama_kv_evict_set_layer_weights(
     #         struct llama_context * ctx, const float * w, int32_t n);
     "llama_kv_evict_set_layer_weights": (ctypes.c_bool, [_CTX, ctypes.c_void_p, ctypes.c_int32]),
+    # LLAMA_API bool llama_kv_evict_set_weights(
+    #         struct llama_context * ctx, int32_t n_hidden, const float * w, int32_t n,
+    #         char * err, size_t n_err);
+    "llama_kv_evict_set_weights": (
+        ctypes.c_bool,
+        [_CTX, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_size_t],
+    ),
+    # LLAMA_API int32_t llama_kv_evict_features(
+    #         struct llama_context * ctx, llama_seq_id seq_id, float * x, int32_t n_max);
+    "llama_kv_evict_features": (
+        ctypes.c_int32,
+        [_CTX, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32],
+    ),
     # LLAMA_API bool llama_kv_evict_protect(
     #         struct llama_context * ctx, llama_pos p0, llama_pos p1);
     "llama_kv_evict_protect": (ctypes.c_bool, [_CTX, ctypes.c_int32, ctypes.c_int32]),
@@ -282,9 +296,11 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
     """Give a context an eviction engine. Returns why it cannot have one, "" if all is well.
 
     Raises:
-        PolicyError: The policy's layer_weights or protect do not fit this model and budget.
+        PolicyError: The policy's layer_weights or protect do not fit this model and budget, or its
+            scorer_file cannot be read.
     """
     lib, message = load(), ctypes.create_string_buffer(1024)
+    scorer = learned.read(policy.scorer_file) if policy.scorer == "learned" else None
     params = make_params(policy, compact, n_ctx)
     if not lib.llama_kv_evict_attach(ctx, params, message, len(message)):
         return message.value.decode("utf-8", "replace") or "the library gave no reason"
@@ -297,9 +313,29 @@ def attach(ctx: int, policy: KVPolicy, compact: bool, n_ctx: int = 0) -> str:
                 "give one for each"
             )
             raise PolicyError(msg)
+    if scorer is not None and (reason := set_weights(ctx, scorer.n_hidden, scorer.flat())):
+        raise PolicyError(f"scorer_file={policy.scorer_file!r}: {reason}")
     if reason := protect(ctx, policy.protect):
         raise PolicyError(reason)
     return ""
+
+
+def set_weights(ctx: int, n_hidden: int, weights: npt.NDArray[np.float32]) -> str:
+    """Give a context's learned scorer its numbers, float32 [n]. Returns why not, "" if so."""
+    message, flat = ctypes.create_string_buffer(1024), np.ascontiguousarray(weights, np.float32)
+    if load().llama_kv_evict_set_weights(
+        ctx, n_hidden, flat.ctypes.data, flat.size, message, len(message)
+    ):
+        return ""
+    return message.value.decode("utf-8", "replace")
+
+
+def features(ctx: int, seq_id: int) -> npt.NDArray[np.float32]:
+    """Return the features of the resident cells by position, float32 [n, 7], [0, 7] without."""
+    call, n_features = load().llama_kv_evict_features, len(learned.FEATURES)
+    found = np.zeros(max(0, call(ctx, seq_id, None, 0)), np.float32)
+    call(ctx, seq_id, found.ctypes.data, found.size)
+    return found.reshape(-1, n_features)
 
 
 def protect(ctx: int, ranges: Iterable[tuple[int, int]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pyinertia import learned
 from pyinertia.errors import PolicyError
 
 # name -> value of enum llama_kv_scorer / _heads / _aggregation; another one is one line here
@@ -25,6 +27,7 @@ SCORERS: Mapping[str, int] = MappingProxyType(
         "entropy": 5,
         "keydiff": 6,
         "key-norm": 7,
+        "learned": 8,
     }
 )
 HEADS: Mapping[str, int] = MappingProxyType({"mean": 0, "max": 1})
@@ -32,8 +35,8 @@ AGGREGATIONS: Mapping[str, int] = MappingProxyType(
     {"ema": 0, "coupled": 1, "sum": 2, "last": 3, "max": 4, "mean": 5}
 )
 
-QUERY_SCORERS = ("attention", "value-norm", "entropy")  # rank by what queries look at
-KEY_SCORERS = ("keydiff", "key-norm")  # rank by what cells hold
+QUERY_SCORERS = ("attention", "value-norm", "entropy", "learned")  # by what queries look at
+KEY_SCORERS = ("keydiff", "key-norm")  # by what cells hold
 
 PREFILLS = ("full", "bounded")
 
@@ -74,10 +77,15 @@ class KVPolicy:
             - "keydiff": `1 - cos(k, k')`, with the cell's key k (as cached, after RoPE) and the
               mean k' of the normalised keys that the query sees (KeyDiff, arXiv 2504.15364).
             - "key-norm": `1/(1 + |k|)`, the order of -|k| in a layer.
+            - "learned": the mass to come, which a small function predicts from a cell's mass, the
+              EMA and the maximum of it, age, key norm, value norm and position. EMA and maximum
+              begin with the first ranking above; a cell takes its first prediction whole.
 
-            The last two depend on the cells, not on the query: n_window has no use, the first
-            ranking is that of the first decode query ("bounded": and of each batch's last query),
-            and a new cell takes its first row whole, where under the others it grows from 0.
+            "keydiff" and "key-norm" depend on the cells, not on the query: n_window has no use, the
+            first ranking is that of the first decode query ("bounded": and of each batch's last
+            query), and a new cell takes its first row whole, where under the others it grows from 0.
+        scorer_file: The .npz of numbers of the "learned" scorer, as scripts/train_scorer.py writes
+            it. None is the one that ships.
         heads: How heads become one: "mean" or "max" over the query heads, of p, of p |v|, or
             of weighted p over that of the weights. Over KV heads for "keydiff" and "key-norm".
         aggregation: How successive rows m become the score s.
@@ -120,6 +128,7 @@ class KVPolicy:
     """
 
     scorer: str = "attention"
+    scorer_file: str | None = None
     heads: str = "mean"
     aggregation: str = "ema"
     beta: float = 0.95
@@ -139,6 +148,8 @@ class KVPolicy:
     def __post_init__(self) -> None:
         """Check every field, and that the budget has room for what must stay."""
         _choice("scorer", self.scorer, SCORERS)
+        if self.scorer_file is not None:
+            self._set("scorer_file", self._checked_file())
         _choice("heads", self.heads, HEADS)
         _choice("aggregation", self.aggregation, AGGREGATIONS)
         self._set("beta", _real("beta", self.beta, "in [0, 1)", lambda x: 0 <= x < 1))
@@ -180,6 +191,18 @@ class KVPolicy:
             n_kept += max(0, p1 - max(p0, end))
             end = max(end, p1)
         return n_kept + max(self.n_recent, 1) + self.n_refresh
+
+    def _checked_file(self) -> str:
+        if not isinstance(self.scorer_file, str | os.PathLike):
+            msg = f"KVPolicy(scorer_file={self.scorer_file!r}): scorer_file must be a path, or None"
+            raise PolicyError(msg)
+        if self.scorer != "learned":
+            msg = (
+                f"KVPolicy(scorer_file={self.scorer_file!r}, scorer={self.scorer!r}): only the "
+                "learned scorer has a file; use scorer='learned', or leave scorer_file out"
+            )
+            raise PolicyError(msg)
+        return os.fspath(self.scorer_file)
 
     def _check_budget(self) -> None:
         if isinstance(self.n_budget, numbers.Real) and not isinstance(
@@ -303,6 +326,7 @@ POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
         "entropy": KVPolicy(scorer="entropy"),
         "keydiff": KVPolicy(scorer="keydiff"),
         "key-norm": KVPolicy(scorer="key-norm"),
+        "learned": KVPolicy(scorer="learned", aggregation="last"),
         "random": KVPolicy(scorer="random"),
     }
 )
@@ -310,7 +334,7 @@ POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
 """The presets, by name. Read-only."""
 
 # what a table of policies shows; the rest is the same in all of them
-_SAME = {"heads", "layer_weights", "prefill", "protect", "seed"}
+_SAME = {"scorer_file", "heads", "layer_weights", "prefill", "protect", "seed"}
 COLUMNS = tuple(f.name for f in fields(KVPolicy) if f.name not in _SAME)
 
 
@@ -329,7 +353,8 @@ def resolve_policy(
         kv_prefill: Replaces the policy's prefill.
 
     Raises:
-        PolicyError: The name is unknown, or a value is out of range.
+        PolicyError: The name is unknown, a value is out of range, or the scorer's file cannot be
+            read.
         TypeError: kv_policy is something else, or an override is given where nothing is evicted.
     """
     if kv_policy is not None and not isinstance(kv_policy, str | KVPolicy):
@@ -346,7 +371,10 @@ def resolve_policy(
             "leave them out"
         )
         raise TypeError(msg)
-    return replace(policy, **changes)
+    policy = replace(policy, **changes)
+    if policy.scorer == "learned":
+        learned.read(policy.scorer_file)  # before a model is loaded
+    return policy
 
 
 def _preset(name: str) -> KVPolicy:

@@ -11,6 +11,7 @@ from pyinertia.policy import AGGREGATIONS, KEY_SCORERS, POLICIES, PREFILLS, KVPo
 
 # fields that have an option of their own, or no text of one word
 _OTHERS = {"n_budget", "protect", "layer_weights"}
+_FILE = "scorer_file"
 _MAX_FIRST = {"ema", "last", "max", "mean"}  # whose first ranking is the same
 FIELDS = tuple(f.name for f in fields(KVPolicy) if f.name not in _OTHERS)
 
@@ -19,7 +20,7 @@ def parse_policy(text: str, budget: int | float | None = None) -> KVPolicy:
     """Read a policy: a preset and changes of it.
 
     A change is a kind of prefill, an aggregation or any field: `inertiakv/bounded`, `h2o/last`,
-    `tova/n_recent=64`.
+    `tova/n_recent=64`. A path may have slashes and stands last: `learned/scorer_file=my/own.npz`.
 
     Args:
         text: The policy.
@@ -29,7 +30,8 @@ def parse_policy(text: str, budget: int | float | None = None) -> KVPolicy:
         CommandError: The preset or a field is unknown.
         PolicyError: A value is out of range, or values do not go together.
     """
-    name, *parts = text.split("/")
+    head, _, path = text.partition(f"/{_FILE}=")
+    name, *parts = head.split("/")
     if name not in POLICIES:
         nearest = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
         msg = (
@@ -38,7 +40,7 @@ def parse_policy(text: str, budget: int | float | None = None) -> KVPolicy:
         )
         raise CommandError(msg)
     # one change of all fields: on the way to a valid policy there may be none that is
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {_FILE: path} if path else {}
     for part in parts:
         field, equals, value = part.partition("=")
         if part in PREFILLS:

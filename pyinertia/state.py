@@ -22,7 +22,7 @@ from pyinertia.reuse import Cached, Closed, n_reused, n_shared
 if TYPE_CHECKING:
     from pyinertia.llama import Llama
 
-VERSION = 1  # of the fields of LlamaState
+VERSION = 2  # of the fields of LlamaState
 
 RANKING = ("scorer", "heads", "aggregation", "beta", "lambda_", "layer_weights")
 CONTEXT = (  # what K and V depend on

@@ -81,6 +81,9 @@ def cell_values(prob, k, v, kind="mass", heads="mean") -> np.ndarray:
     if kind == "key-norm":
         prob = 1 / (1 + np.linalg.norm(k, axis=2).T)
         weights = np.ones(len(prob))
+    if kind == "value-len":
+        prob = np.linalg.norm(v, axis=2).T
+        weights = np.ones(len(prob))
     return reduce(weights[:, None] * prob, axis=0) / reduce(weights)
 
 
@@ -114,6 +117,26 @@ def kv_move(a, src, dst, axis) -> np.ndarray:
     a = np.moveaxis(a.copy(), axis, 0)
     a[dst] = a[src]
     return np.moveaxis(a, 0, axis)
+
+
+def learned_features(mass, ema, top, key, value, pos) -> np.ndarray:
+    """What the learned scorer predicts from, [n, 7], of the cells that the newest query sees."""
+
+    def relative(x):
+        return np.log(1e-4 + x / x.mean())
+
+    age, share = np.log(1 + pos.max() - pos), pos / (pos.max() + 1)
+    columns = (relative(mass), relative(ema), relative(top), age, relative(key), relative(value))
+    return np.stack([*columns, share], axis=1)
+
+
+def learned_row(scorer, features) -> np.ndarray:
+    """The mass it predicts, [n], of arrays as pyinertia.learned.LearnedScorer has them."""
+    x = (features - scorer.mean) / scorer.scale
+    if scorer.hidden_bias.size:
+        x = np.array([scorer.hidden_weight @ cell + scorer.hidden_bias for cell in x])
+        x = np.where(x > 0, x, 0)
+    return np.exp(np.array([cell @ scorer.weight for cell in x]) + scorer.bias) / len(x)
 
 
 def first_ranking(prob, lambda_=1.0, n_pool=1) -> np.ndarray:

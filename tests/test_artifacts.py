@@ -89,6 +89,7 @@ def test_wheel_has_libraries_and_licences(wheel: Path) -> None:
     outside = [n for n in names if not n.startswith("pyinertia/") and ".dist-info/" not in n]
     assert outside == []
     assert {f"pyinertia/inspect/page/page.{kind}" for kind in ("html", "css", "js")} <= {*names}
+    assert "pyinertia/learned.npz" in names
     assert b"pyinertia authors" in licences["LICENSE"]
     assert b"ggml authors" in licences["LICENSE-llama.cpp"]
     assert b"Niels Lohmann" in licences["LICENSE-jsonhpp"]

@@ -268,7 +268,9 @@ def test_query_errors(tiny):
     with pytest.raises(ValueError, match="'' has no tokens; give a question, or None"):
         llm.kv_query("")
     for scorer in ("recency", *KEY_SCORERS):
-        with pytest.raises(PolicyError, match=r"\(attention, value-norm, entropy\), kv_policy="):
+        with pytest.raises(
+            PolicyError, match=r"\(attention, value-norm, entropy, learned\), kv_policy="
+        ):
             small(tiny, kv_policy=replace(TINY, scorer=scorer)).kv_query("x")
     with pytest.raises(PolicyError, match="needs kv_prefill='bounded'"):
         small(tiny, kv_policy=replace(TINY, prefill="full")).kv_query("x")

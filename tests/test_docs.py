@@ -190,7 +190,7 @@ def test_stats_and_policy_fields_are_those_of_c():
     in_python = {f.name.rstrip("_") for f in fields(KVPolicy)}
     # a share is a float n_budget, compact is a test switch, lists have calls of their own
     assert in_c - in_python == {"budget_share", "bounded", "compact", "n_ctx"}
-    assert in_python - in_c == {"prefill", "protect", "layer_weights"}
+    assert in_python - in_c == {"prefill", "protect", "layer_weights", "scorer_file"}
 
 
 def test_every_function_of_the_header_is_declared_with_its_arguments():

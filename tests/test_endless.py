@@ -69,7 +69,7 @@ def test_perplexity_stays_over_five_trained_contexts(smollm2):
         nll[name] = negative_log_likelihoods(llm, tokens(llm, n_tokens))
         cells = llm.kv_stats() if name == "inertiakv" else None
         llm.close()
-    assert cells["n_cells"] <= N_BUDGET + N_BATCH
+    assert cells.n_cells <= N_BUDGET + N_BATCH
     perplexity = {name: np.exp(values.mean(axis=1)) for name, values in nll.items()}
     print({name: values.round(1).tolist() for name, values in perplexity.items()})  # noqa: T201
     worse = (nll["inertiakv"] - nll["streaming"]).mean(axis=1)  # nats a token, by window

@@ -21,6 +21,7 @@ from pyinertia.policy import KEY_SCORERS, QUERY_SCORERS
 
 F32, F16, Q8_0 = 0, 1, 8
 SMALL = {"n_budget": 48, "n_sink": 2, "n_recent": 8, "n_window": 8, "n_pool": 3}
+FUSED = ("attention", "learned")
 TOKENS = np.random.default_rng(0).integers(0, 256, 400).tolist()
 
 
@@ -47,11 +48,11 @@ class Watch:
         return seen
 
 
-@pytest.mark.parametrize("scorer", ["attention", "recency", "random"])
+@pytest.mark.parametrize("scorer", ["attention", "learned", "recency", "random"])
 def test_the_op_is_used_from_the_cut_to_the_next_empty_cache(model, lib_dir, scorer):
     watch = Watch(lib_dir)
     context = Context(model, KVPolicy(scorer=scorer, **SMALL), watch=watch)
-    before = {"mass"} if scorer == "attention" else set()
+    before = {"mass"} if scorer in {"attention", "learned"} else set()
     watch.take()
     for _ in range(2):
         context.decode({0: TOKENS[:100]})
@@ -70,7 +71,7 @@ def test_the_op_is_used_from_the_cut_to_the_next_empty_cache(model, lib_dir, sco
 
 @pytest.mark.parametrize(
     "policy",
-    [{"heads": "max"}, *({"scorer": s} for s in QUERY_SCORERS + KEY_SCORERS if s != "attention")],
+    [{"heads": "max"}, *({"scorer": s} for s in QUERY_SCORERS + KEY_SCORERS if s not in FUSED)],
 )
 def test_what_it_does_not_know_is_scored_beside_llama_cpps_attention(model, lib_dir, policy):
     watch = Watch(lib_dir)

@@ -15,6 +15,7 @@ from pyinertia import POLICIES, KVPolicy, PolicyError, resolve_policy
 
 DEFAULTS = {
     "scorer": "attention",
+    "scorer_file": None,
     "heads": "mean",
     "aggregation": "ema",
     "beta": 0.95,
@@ -47,6 +48,7 @@ PRESETS = {
     "entropy": {"scorer": "entropy"},
     "keydiff": {"scorer": "keydiff"},
     "key-norm": {"scorer": "key-norm"},
+    "learned": {"scorer": "learned", "aggregation": "last"},
 }
 
 

@@ -13,7 +13,9 @@ from ggml_ctypes import Context, Library
 from reference import kv_mass
 from test_attn_op import FLOATS, IL, Case
 
-KINDS = ["mass", "value-norm", "entropy", "keydiff", "key-norm"]  # by enum ggml_kv_kind
+# by enum ggml_kv_kind
+KINDS = ["mass", "value-norm", "entropy", "keydiff", "key-norm", "value-len"]
+OF_VALUES = {"value-norm", "value-len"}
 HEADS = ["mean", "max"]
 OTHERS = [(kind, heads) for kind in KINDS for heads in HEADS if (kind, heads) != ("mass", "mean")]
 
@@ -32,7 +34,7 @@ class ScoreCase(Case):
         with Context(lib, self.mem_size) as c:
             q, k, v, mask, sinks, rows, coef, idx = self.operands(lib, c)
             op = lib.kv_mass(
-                c.ptr, rows.ptr, q, k, v if self.kind == "value-norm" else None, mask, sinks,
+                c.ptr, rows.ptr, q, k, v if self.kind in OF_VALUES else None, mask, sinks,
                 coef, idx, KINDS.index(self.kind), HEADS.index(self.heads),
                 IL, self.params["scale"], self.max_bias, self.softcap, self.assign,
             )  # fmt: skip

@@ -20,6 +20,7 @@ POLICIES = {
     "frozen": replace(POLICY, frozen=True),
     "mean": replace(POLICY, aggregation="mean"),
     "recency": replace(POLICY, scorer="recency"),
+    "learned": replace(POLICY, scorer="learned"),
     "random": replace(POLICY, scorer="random", seed=7),
     "share": replace(POLICY, n_budget=0.3),
     "bounded": replace(POLICY, n_budget=64, prefill="bounded"),

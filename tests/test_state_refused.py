@@ -77,7 +77,7 @@ def test_a_damaged_state(used, state, expected):
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"version": 2}, ValueError, "version 2, this pyinertia reads version 1"),
+        ({"version": 1}, ValueError, "version 1, this pyinertia reads version 2"),
         ({"n_tokens": 151}, ValueError, "its tokens are not all there"),
         ({"n_tokens": 10**6}, ValueError, "exceed the context window of 512"),
         ({"input_ids": np.full(150, 10**6, np.intc)}, ValueError, "unknown tokens"),

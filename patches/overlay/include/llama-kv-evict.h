@@ -25,7 +25,7 @@
 #include <stdint.h>
 
 // bump on any change of a struct or of the meaning of a call below
-#define LLAMA_KV_EVICT_ABI_VERSION 4
+#define LLAMA_KV_EVICT_ABI_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -41,6 +41,7 @@ extern "C" {
         LLAMA_KV_SCORER_ENTROPY    = 5, // attention mass, peaked heads count more
         LLAMA_KV_SCORER_KEYDIFF    = 6, // 1 - cosine of the key and the mean direction of the keys
         LLAMA_KV_SCORER_KEY_NORM   = 7, // 1/(1 + norm of the key)
+        LLAMA_KV_SCORER_LEARNED    = 8, // attention mass to come, as llama_kv_evict_set_weights predicts it
     };
 
     // how the values of heads become one (query heads, or KV heads for the scorers of keys); layers are summed with weights
@@ -130,6 +131,26 @@ extern "C" {
     // Weigh the scored layers by w[0 .. n-1], first layer first, in place of lambda. Their sum becomes 1.
     // Returns false unless there is one weight per scored layer, all finite, none negative and some above 0.
     LLAMA_API bool llama_kv_evict_set_layer_weights(struct llama_context * ctx, const float * w, int32_t n);
+
+    // The numbers of the learned scorer, which predicts the mass to come from what is known of a cell: the table of features
+    // is in src/llama-kv-evict-learned.h. n_hidden = 0: a linear function, else that many ReLUs.
+    // w[0 .. n-1]: beta of the EMA, 7 means, 7 scales, then 7 weights and a bias, or
+    //              [n_hidden][7] weights, n_hidden biases, n_hidden weights and a bias.
+    // Until then cells are ranked by the EMA of their mass. Scores that there are stay.
+    // Returns false and writes a message to err when there is no such engine, n does not fit n_hidden, a number is not
+    // finite, a scale is not above 0 or beta is not in [0, 1): then nothing changes.
+    LLAMA_API bool llama_kv_evict_set_weights(
+            struct llama_context * ctx,
+            int32_t n_hidden,
+            const float * w,
+            int32_t n,
+            char * err,
+            size_t n_err);
+
+    // The 7 features of each resident cell of the sequence, by position, as the last scored query left them.
+    // Writes them to x if n_max floats are enough; returns how many floats there are, -1 without an engine of the learned
+    // scorer or for a sequence that does not exist.
+    LLAMA_API int32_t llama_kv_evict_features(struct llama_context * ctx, llama_seq_id seq_id, float * x, int32_t n_max);
 
     // Never evict positions [p0, p1) of any sequence.
     // Returns false when there is no engine, the range is empty or the budget has no room for it.

@@ -27,7 +27,7 @@ static uint64_t get_n_min(const llama_kv_evict_params & p) {
 }
 
 static std::string check_params(const llama_kv_evict_params & p) {
-    if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_KEY_NORM) {
+    if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_LEARNED) {
         return format("scorer = %d is not known", (int) p.scorer);
     }
     if (p.aggregation < LLAMA_KV_AGGREGATION_EMA || p.aggregation > LLAMA_KV_AGGREGATION_MEAN) {
@@ -115,7 +115,7 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
             dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         }
 
-        ggml_context_ptr ptr { ggml_init({ /*.mem_size =*/ 16*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
+        ggml_context_ptr ptr { ggml_init({ /*.mem_size =*/ 24*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
         auto * ctx = ptr.get();
 
         auto * k    = layer.k;
@@ -147,11 +147,20 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
 
             llama_kv_cache::slot_info sinfo;
             sinfo.s0 = sinfo.s1 = 0;
-            v = kind(params) == GGML_KV_KIND_VALUE_NORM ? kv.get_v(ctx, layer.il, kv.get_size(), sinfo) : nullptr;
 
-            auto * op = ggml_kv_mass(ctx, rows, q, k, v, mask, nullptr, coef, idx, kind(params), heads(params), 0, 1.0f, 0.0f, 0.0f, true);
-            if (!ggml_backend_dev_supports_op(dev, op)) {
-                return format("the device of layer %u (%s) cannot score cells", layer.il, ggml_backend_buft_name(buft));
+            std::vector<ggml_kv_kind> kinds = { kind(params) };
+            if (params.scorer == LLAMA_KV_SCORER_LEARNED) {
+                kinds.push_back(GGML_KV_KIND_KEY_NORM);
+                kinds.push_back(GGML_KV_KIND_VALUE_LEN);
+            }
+            for (const auto kind : kinds) {
+                const bool takes_v = kind == GGML_KV_KIND_VALUE_NORM || kind == GGML_KV_KIND_VALUE_LEN;
+                v = takes_v ? kv.get_v(ctx, layer.il, kv.get_size(), sinfo) : nullptr;
+
+                auto * op = ggml_kv_mass(ctx, rows, q, k, v, mask, nullptr, coef, idx, kind, heads(params), 0, 1.0f, 0.0f, 0.0f, true);
+                if (!ggml_backend_dev_supports_op(dev, op)) {
+                    return format("the device of layer %u (%s) cannot score cells", layer.il, ggml_backend_buft_name(buft));
+                }
             }
         }
     }
@@ -329,10 +338,12 @@ static T guarded(const char * func, T res, F f) {
     return res;
 }
 
-bool llama_kv_evict_attach(llama_context * ctx, llama_kv_evict_params params, char * err, size_t n_err) {
+// runs f, which returns a message, and writes that, or that of an exception; returns whether it is empty
+template <typename F>
+static bool reported(char * err, size_t n_err, F f) {
     std::string msg;
     try {
-        msg = ctx ? llama_kv_evict::attach(*ctx, params) : "there is no context";
+        msg = f();
     } catch (const std::exception & e) {
         msg = e.what();
     }
@@ -342,6 +353,10 @@ bool llama_kv_evict_attach(llama_context * ctx, llama_kv_evict_params params, ch
     }
 
     return msg.empty();
+}
+
+bool llama_kv_evict_attach(llama_context * ctx, llama_kv_evict_params params, char * err, size_t n_err) {
+    return reported(err, n_err, [&] { return ctx ? llama_kv_evict::attach(*ctx, params) : std::string("there is no context"); });
 }
 
 int32_t llama_kv_evict_n_layer(llama_context * ctx) {
@@ -354,6 +369,27 @@ bool llama_kv_evict_set_layer_weights(llama_context * ctx, const float * w, int3
     auto * evict = get_engine(ctx);
 
     return evict && w && n > 0 && evict->set_layer_weights(w, n);
+}
+
+bool llama_kv_evict_set_weights(llama_context * ctx, int32_t n_hidden, const float * w, int32_t n, char * err, size_t n_err) {
+    auto * evict = get_engine(ctx);
+
+    return reported(err, n_err, [&] { return evict ? evict->set_weights(n_hidden, w, n) : std::string("there is no engine"); });
+}
+
+int32_t llama_kv_evict_features(llama_context * ctx, llama_seq_id seq_id, float * x, int32_t n_max) {
+    auto * evict = get_engine(ctx, seq_id);
+    if (!evict || !evict->is_learned()) {
+        return -1;
+    }
+
+    return guarded(__func__, -1, [&] {
+        const auto res = evict->features(*ctx, seq_id);
+        if (x && (int32_t) res.size() <= n_max) {
+            std::copy(res.begin(), res.end(), x);
+        }
+        return (int32_t) res.size();
+    });
 }
 
 bool llama_kv_evict_protect(llama_context * ctx, llama_pos p0, llama_pos p1) {
@@ -443,19 +479,10 @@ size_t llama_kv_evict_state_get(llama_context * ctx, llama_seq_id seq_id, void *
 bool llama_kv_evict_state_set(llama_context * ctx, llama_seq_id seq_id, const void * src, size_t n, char * err, size_t n_err) {
     auto * evict = get_engine(ctx, seq_id);
 
-    std::string msg;
-    try {
-        msg = !evict ? "there is no engine, or no such sequence" : !src && n > 0 ? "there is no state" :
+    return reported(err, n_err, [&]() -> std::string {
+        return !evict ? "there is no engine, or no such sequence" : !src && n > 0 ? "there is no state" :
             evict->set_state(*ctx, seq_id, (const uint8_t *) src, n);
-    } catch (const std::exception & e) {
-        msg = e.what();
-    }
-
-    if (err && n_err > 0) {
-        snprintf(err, n_err, "%s", msg.c_str());
-    }
-
-    return msg.empty();
+    });
 }
 
 bool llama_kv_evict_get_stats(llama_context * ctx, llama_kv_evict_stats * stats) {

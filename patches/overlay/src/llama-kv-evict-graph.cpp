@@ -10,6 +10,7 @@
 #include "ggml-kv-evict.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 //
@@ -34,6 +35,33 @@ public:
 
         ggml_backend_tensor_set(coef,    evict->coef.data(), 0, ggml_nbytes(coef));
         ggml_backend_tensor_set(row_idx, idx.data(),         0, ggml_nbytes(row_idx));
+
+        if (norm_mask && norm_mask->buffer && norm_idx->buffer) {
+            set_norm_input(ubatch, idx);
+        }
+    }
+
+    // cells without norms get them with a scored query of their sequence
+    void set_norm_input(const llama_ubatch * ubatch, const std::vector<int32_t> & idx) {
+        const int64_t n_kv     = norm_mask->ne[0];
+        const int64_t n_stream = norm_mask->ne[3];
+        const int64_t n_tokens = idx.size()/n_stream;
+
+        std::vector<float>   mask(n_kv*n_stream, -INFINITY);
+        std::vector<int32_t> rows(n_stream, -1);
+
+        for (int64_t i = 0; i < n_stream; ++i) {
+            const auto begin  = idx.begin() + i*n_tokens;
+            const auto seq_id = ubatch->seq_id[i*n_tokens][0];
+
+            const bool is_scored = std::any_of(begin, begin + n_tokens, [](int32_t row) { return row >= 0; });
+            if (is_scored && evict->mask_normless(seq_id, mask.data() + i*n_kv, n_kv)) {
+                rows[i] = seq_id;
+            }
+        }
+
+        ggml_backend_tensor_set(norm_mask, mask.data(), 0, ggml_nbytes(norm_mask));
+        ggml_backend_tensor_set(norm_idx,  rows.data(), 0, ggml_nbytes(norm_idx));
     }
 
     bool can_reuse(const llm_graph_params & params) override {
@@ -46,6 +74,13 @@ public:
 
     // rows of each device as its last node leaves them, the next one continues; NULL: it is the first
     std::vector<ggml_tensor *> last;
+
+    // learned scorer only, of one query per stream that sees the cells whose norms are missing
+    ggml_tensor * norm_mask = nullptr; // F32 [n_kv, 1, 1, n_stream]
+    ggml_tensor * norm_idx  = nullptr; // I32 [n_stream]
+
+    std::vector<ggml_tensor *> last_key;
+    std::vector<ggml_tensor *> last_value;
 
     std::vector<ggml_tensor *> nodes;
 
@@ -79,7 +114,9 @@ static llm_graph_input_kv_evict * get_input(const llm_graph_context & graph, con
         ggml_set_name (inp->row_idx, "kv_mass_row_idx");
     }
 
-    inp->last.resize(evict->devices.size(), nullptr);
+    inp->last      .resize(evict->devices.size(), nullptr);
+    inp->last_key  .resize(evict->devices.size(), nullptr);
+    inp->last_value.resize(evict->devices.size(), nullptr);
 
     return static_cast<llm_graph_input_kv_evict *>(graph.res->add_input(std::move(inp)));
 }
@@ -104,6 +141,52 @@ static float get_softcap(const llm_graph_context & graph) {
 
 static float get_scale(const llm_graph_context & graph, float kq_scale) {
     return graph.arch == LLM_ARCH_GROK ? graph.hparams.f_attn_out_scale : kq_scale;
+}
+
+// learned scorer: of the layer's cells whose norms are missing, these
+static void build_kv_norms(
+        const llm_graph_context  & graph,
+        llm_graph_input_kv_evict * inp,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * v,
+        int           il) {
+    const auto & evict = *inp->evict;
+
+    if (!evict.is_learned()) {
+        return;
+    }
+
+    auto * ctx = graph.ctx0;
+
+    const int64_t n_stream = k->ne[3];
+
+    if (!inp->norm_mask) {
+        inp->norm_mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, k->ne[2], 1, 1, n_stream);
+        inp->norm_idx  = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_stream);
+        ggml_set_input(inp->norm_mask);
+        ggml_set_input(inp->norm_idx);
+        ggml_set_name (inp->norm_mask, "kv_norm_mask");
+        ggml_set_name (inp->norm_idx,  "kv_norm_idx");
+    }
+
+    // only its shape counts: a query per stream, a head per KV head
+    q = ggml_view_3d(ctx, q, q->ne[0], k->ne[1], n_stream, q->nb[1], q->nb[2], 0);
+
+    const size_t i = get_device(evict, k);
+
+    const auto add = [&](ggml_kv_kind kind, ggml_tensor * rows, ggml_tensor *& last) {
+        auto * cur = ggml_kv_mass(ctx, last ? last : rows, q, k, kind == GGML_KV_KIND_VALUE_LEN ? v : nullptr, inp->norm_mask, nullptr,
+                inp->coef, inp->norm_idx, kind, evict.heads(), il, 1.0f, 0.0f, 0.0f, last == nullptr);
+        graph.cb(cur, "kv_norm", il);
+        ggml_build_forward_expand(graph.gf, cur);
+
+        last = cur;
+        inp->nodes.push_back(cur);
+    };
+
+    add(GGML_KV_KIND_KEY_NORM,  evict.devices[i].key,   inp->last_key[i]);
+    add(GGML_KV_KIND_VALUE_LEN, evict.devices[i].value, inp->last_value[i]);
 }
 
 ggml_tensor * build_kv_attn(
@@ -164,6 +247,10 @@ ggml_tensor * build_kv_attn(
     cur = ggml_reshape_2d(graph.ctx0, cur, cur->ne[0]*cur->ne[1], cur->ne[2]);
     ggml_build_forward_expand(graph.gf, cur);
 
+    if (rows) {
+        build_kv_norms(graph, inp, q, k, v, il);
+    }
+
     return cur;
 }
 
@@ -191,11 +278,9 @@ void build_kv_mass(
 
     ggml_tensor *& last = inp->last[i];
 
-    if (evict->kind() != GGML_KV_KIND_VALUE_NORM) {
-        v = nullptr;
-    }
+    const bool takes_v = evict->kind() == GGML_KV_KIND_VALUE_NORM;
 
-    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : evict->devices[i].rows, q, k, v, kq_mask, sinks, inp->coef, inp->row_idx,
+    ggml_tensor * cur = ggml_kv_mass(graph.ctx0, last ? last : evict->devices[i].rows, q, k, takes_v ? v : nullptr, kq_mask, sinks, inp->coef, inp->row_idx,
             evict->kind(), evict->heads(), il, get_scale(graph, kq_scale), graph.hparams.f_max_alibi_bias, get_softcap(graph), last == nullptr);
     graph.cb(cur, "kv_mass", il);
 
@@ -203,6 +288,8 @@ void build_kv_mass(
 
     last = cur;
     inp->nodes.push_back(cur);
+
+    build_kv_norms(graph, inp, q, k, v, il);
 }
 
 //
@@ -231,10 +318,19 @@ void llama_kv_evict::alloc_rows() {
         auto * dev = ggml_backend_buft_get_device(buft);
         op_timed = op_timed && (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU);
 
-        ggml_context_ptr ctx { ggml_init({ /*.mem_size =*/ ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
+        ggml_context_ptr ctx { ggml_init({ /*.mem_size =*/ 3*ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }) };
 
         ggml_tensor * rows = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, kv.get_size(), n_rows*kv.n_stream);
         ggml_set_name(rows, "kv_mass_rows");
+
+        ggml_tensor * key   = nullptr;
+        ggml_tensor * value = nullptr;
+        if (is_learned()) {
+            key   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, kv.get_size(), kv.n_stream);
+            value = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, kv.get_size(), kv.n_stream);
+            ggml_set_name(key,   "kv_norm_key");
+            ggml_set_name(value, "kv_norm_value");
+        }
 
         ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
         if (!buf) {
@@ -243,7 +339,7 @@ void llama_kv_evict::alloc_rows() {
         }
         ggml_backend_buffer_clear(buf.get(), 0);
 
-        devices.push_back({ buft, std::move(ctx), std::move(buf), rows });
+        devices.push_back({ buft, std::move(ctx), std::move(buf), rows, key, value });
     }
 }
 

@@ -159,6 +159,9 @@ const std::vector<bool> & llama_kv_evict::scan(uint32_t s) {
         const bool is_new = pos >= seq.p0 && pos < seq.p1;
 
         cell = {};
+        if (is_learned()) {
+            seq.history[i] = {};
+        }
         if (!is_empty) {
             cell.pos       = pos;
             cell.tok       = tok;
@@ -206,6 +209,10 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
     const uint32_t n = seq.n_cells;
 
     const auto & by_pos = kv.v_cells[s].seq_pos_get(s);
+
+    if (is_learned()) {
+        take_norms(s, seen);
+    }
 
     auto & mass  = scratch.mass;
     auto & part  = scratch.part;
@@ -268,7 +275,14 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 
     if (!first.empty()) {
         // blind to the question: passages rather than words
-        pool(s, first, 2*params.n_pool, &cell_state::interim);
+        pool(s, first, 2*params.n_pool, &seq_state::interim);
+
+        if (is_learned()) {
+            const auto & predicted = predict(s, mass, saw, true);
+            for (uint32_t i = 0; i < n; ++i) {
+                seq.cells[i].interim = predicted[i];
+            }
+        }
     }
 }
 
@@ -276,8 +290,10 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
 void llama_kv_evict::join(std::vector<float> & dst, const std::vector<float> & mass) const {
     dst.resize(std::max(dst.size(), mass.size()), 0.0f);
 
+    const bool is_sum = params.aggregation == LLAMA_KV_AGGREGATION_SUM && !is_learned();
+
     for (size_t i = 0; i < mass.size(); ++i) {
-        dst[i] = params.aggregation == LLAMA_KV_AGGREGATION_SUM ? dst[i] + mass[i] : std::max(dst[i], mass[i]);
+        dst[i] = is_sum ? dst[i] + mass[i] : std::max(dst[i], mass[i]);
     }
 }
 
@@ -292,12 +308,23 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass, const std
     seq.window.clear();
 
     // scores of an earlier prompt stay if they are higher
-    pool(s, first, params.n_pool/2, &cell_state::score);
+    pool(s, first, params.n_pool/2, &seq_state::ranking);
 
     if (seq.is_probed) {
         seq.is_probed = false;
         for (uint32_t i = 0; i < seq.n_cells; ++i) {
-            seq.cells[i].score = std::max(seq.cells[i].score, seq.cells[i].interim);
+            seq.ranking(i) = std::max(seq.ranking(i), seq.interim(i));
+        }
+    }
+
+    if (is_learned()) {
+        for (auto & h : seq.history) {
+            h.max = std::max(h.max, h.ema);
+        }
+
+        const auto & predicted = predict(s, mass, saw, false);
+        for (uint32_t i = 0; i < seq.n_cells; ++i) {
+            seq.cells[i].score = predicted[i];
         }
     }
 
@@ -307,7 +334,7 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass, const std
 }
 
 // dst = max(dst, mean over the resident positions [pos - n_side, pos + n_side])
-void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst) {
+void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float & (seq_state::* dst)(uint32_t)) {
     const auto & by_pos = kv.v_cells[s].seq_pos_get(s);
 
     // a sliding sum
@@ -324,7 +351,7 @@ void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos
             sum -= mass[lo->second];
         }
 
-        float & value = seqs[s].cells[i].*dst;
+        float & value = (seqs[s].*dst)(i);
         value = std::max(value, (float) std::max(0.0, sum/n));
     }
 }
@@ -337,23 +364,25 @@ void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass, const
         beta = std::pow((double) params.beta, n_layer());
     }
 
-    for (size_t i = 0; i < mass.size(); ++i) {
+    const auto & row = is_learned() ? follow(s, mass, saw) : mass;
+
+    for (size_t i = 0; i < row.size(); ++i) {
         float    & score = seq.cells[i].score;
         uint32_t & n     = seq.cells[i].n_scored;
 
         n += saw[i];
-        if (n <= 1 && scores_keys()) {
-            score = mass[i]; // what a key says is said at once
+        if (n <= 1 && starts_whole()) {
+            score = row[i]; // what a key says, or a prediction, is said at once
             continue;
         }
 
         switch (params.aggregation) {
             case LLAMA_KV_AGGREGATION_EMA:
-            case LLAMA_KV_AGGREGATION_COUPLED: score = beta*score + (1.0f - beta)*mass[i]; break;
-            case LLAMA_KV_AGGREGATION_SUM:     score = score + mass[i];                    break;
-            case LLAMA_KV_AGGREGATION_LAST:    score = mass[i];                            break;
-            case LLAMA_KV_AGGREGATION_MAX:     score = std::max(score, mass[i]);           break;
-            case LLAMA_KV_AGGREGATION_MEAN:    score += saw[i] ? (mass[i] - score)/n : 0;  break;
+            case LLAMA_KV_AGGREGATION_COUPLED: score = beta*score + (1.0f - beta)*row[i]; break;
+            case LLAMA_KV_AGGREGATION_SUM:     score = score + row[i];                    break;
+            case LLAMA_KV_AGGREGATION_LAST:    score = row[i];                            break;
+            case LLAMA_KV_AGGREGATION_MAX:     score = std::max(score, row[i]);           break;
+            case LLAMA_KV_AGGREGATION_MEAN:    score += saw[i] ? (row[i] - score)/n : 0;  break;
         }
     }
 }

@@ -68,6 +68,11 @@ struct state_reader {
     }
 };
 
+static constexpr float llama_kv_history::* history_values[] = {
+    &llama_kv_history::mass, &llama_kv_history::ema, &llama_kv_history::max, &llama_kv_history::interim,
+    &llama_kv_history::key, &llama_kv_history::value,
+};
+
 std::vector<uint8_t> llama_kv_evict::get_state(llama_context & lctx, llama_seq_id seq_id) {
     settle(lctx);
 
@@ -88,6 +93,12 @@ std::vector<uint8_t> llama_kv_evict::get_state(llama_context & lctx, llama_seq_i
     out.put((uint32_t) coef.size());
     for (const float w : coef) {
         out.put(w);
+    }
+    if (is_learned()) {
+        out.put(learned.n_hidden);
+        for (const float w : learned.data) {
+            out.put(w);
+        }
     }
 
     out.put((uint32_t) seq.phase_cur);
@@ -123,6 +134,14 @@ std::vector<uint8_t> llama_kv_evict::get_state(llama_context & lctx, llama_seq_i
         }
     }
 
+    for (const auto & [pos, i] : by_pos) {
+        for (const auto value : history_values) {
+            if (is_learned()) {
+                out.put(seq.history[i].*value);
+            }
+        }
+    }
+
     return std::move(out.data);
 }
 
@@ -135,6 +154,7 @@ std::string llama_kv_evict::set_state(llama_context & lctx, llama_seq_id seq_id,
     // all of it is read and checked before anything changes
     seq_state seq;
     seq.cells.resize(kv.get_size());
+    seq.history.resize(is_learned() ? kv.get_size() : 0);
     seq.n_cells   = cells.used_max_p1();
     seq.n_budget  = params.budget_share > 0.0f ? n_budget_open : std::min(params.n_budget, kv.get_size());
     seq.i_release = 0;
@@ -170,8 +190,14 @@ std::string llama_kv_evict::set_state(llama_context & lctx, llama_seq_id seq_id,
     for (size_t il = 0; same && il < coef.size(); ++il) {
         same = is_same(coef[il]);
     }
+    if (same && is_learned()) {
+        same = is_same(learned.n_hidden);
+        for (size_t k = 0; same && k < learned.data.size(); ++k) {
+            same = is_same(learned.data[k]);
+        }
+    }
     if (!same) {
-        return "the state was ranked by another scorer, aggregation, beta or other layer weights";
+        return "the state was ranked by another scorer, aggregation, beta or other weights";
     }
 
     const auto phase_cur = in.get<uint32_t>();
@@ -231,6 +257,14 @@ std::string llama_kv_evict::set_state(llama_context & lctx, llama_seq_id seq_id,
         seq.window.push_back(std::move(row));
         if (seq.window.size() > n_window) {
             seq.window.pop_front(); // a smaller window than that of the state
+        }
+    }
+
+    for (const auto & [pos, i] : by_pos) {
+        for (const auto value : history_values) {
+            if (is_learned()) {
+                seq.history[i].*value = in.get_score();
+            }
         }
     }
 

@@ -23,6 +23,7 @@ llama_kv_evict::llama_kv_evict(llama_kv_cache & kv, const llama_kv_evict_params 
     seqs.resize(kv.n_stream);
     for (auto & seq : seqs) {
         seq.cells.resize(kv.get_size());
+        seq.history.resize(is_learned() ? kv.get_size() : 0);
         seq.n_budget = params.budget_share > 0.0f ? n_budget_open : std::min(params.n_budget, kv.get_size());
     }
 
@@ -109,6 +110,15 @@ void llama_kv_evict::begin_batch(llama_context & lctx) try {
     LLAMA_LOG_ERROR("%s: nothing is evicted: %s\n", __func__, err.what());
 }
 
+void llama_kv_evict::seq_state::forget_interim() {
+    for (auto & cell : cells) {
+        cell.interim = 0.0f;
+    }
+    for (auto & h : history) {
+        h.interim = 0.0f;
+    }
+}
+
 bool llama_kv_evict::is_prompt(uint32_t s, uint32_t n_new) const {
     const auto & seq = seqs[s];
 
@@ -157,10 +167,7 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
             seq.is_probed = false;
             seq.n_spare   = 0;
             seq.window.clear();
-
-            for (auto & cell : seq.cells) {
-                cell.interim = 0.0f;
-            }
+            seq.forget_interim();
         }
 
         make_room(s, n_new, false);
@@ -373,6 +380,10 @@ void llama_kv_evict::moved(uint32_t s, const llama_kv_cells & meta) {
 
         seq.cells[to]   = seq.cells[from];
         seq.cells[from] = {};
+        if (is_learned()) {
+            seq.history[to]   = seq.history[from];
+            seq.history[from] = {};
+        }
 
         for (auto & row : seq.window) {
             if (to < row.mass.size()) {
@@ -431,9 +442,7 @@ bool llama_kv_evict::probe(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     // the first probe: what the prompt's own queries valued no longer counts
     if (n_tokens > 0 && !seq.is_probed) {
         seq.is_probed = true;
-        for (auto & cell : seq.cells) {
-            cell.interim = 0.0f;
-        }
+        seq.forget_interim();
     }
 
     seq.n_probe = std::max(0, n_tokens);

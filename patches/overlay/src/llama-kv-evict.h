@@ -17,9 +17,11 @@
 //   first     s = pool(max over the last n_window prompt queries and the first decode query of m[t,c]); sum: their sum
 //   then      s <- beta s + (1 - beta) m                           or another rule of llama_kv_aggregation
 //
-// Other scorers have other rows, see ggml_kv_mass. Those of keys ask what a cell holds, not a query: the first decode query
-// alone makes the first ranking (bounded: and the last one of each batch), and a cell that enters later takes its first
-// row whole under every time rule, where attention lets it grow from 0.
+// Other scorers have other rows, see ggml_kv_mass. The learned one keeps EMA and maximum of the mass of each cell and has
+// for a row what it predicts from them (llama-kv-evict-learned.h); EMA and maximum begin with the first ranking.
+// Those of keys ask what a cell holds, not a query: the first decode query alone makes the first ranking (bounded: and the
+// last one of each batch). Under both, a cell that enters later takes its first row whole under every time rule, where
+// attention lets it grow from 0.
 //
 // The rows are made inside the graph (llama-kv-evict-graph.h), by ggml_kv_mass beside llama.cpp's attention and by
 // ggml_kv_attn, which knows only the row above, in place of it once a sequence was cut, and read back before the next batch;
@@ -50,6 +52,8 @@
 
 // the public header has the same name
 #include "../include/llama-kv-evict.h"
+
+#include "llama-kv-evict-learned.h"
 
 #include "ggml-cpp.h"
 #include "ggml-kv-evict.h"
@@ -91,6 +95,10 @@ struct llama_kv_evict {
         ggml_backend_buffer_ptr buf;
 
         ggml_tensor * rows; // F32 [kv_size, n_rows*n_stream], one query's mass per cell in each
+
+        // learned scorer only, F32 [kv_size, n_stream]: the norms of cells that had none
+        ggml_tensor * key   = nullptr;
+        ggml_tensor * value = nullptr;
     };
 
     bool evicts() const; // by itself
@@ -109,6 +117,11 @@ struct llama_kv_evict {
 
     // the row of query (seq_id, pos) in the batch that is being computed, -1 if it is not scored
     int32_t row(llama_seq_id seq_id, llama_pos pos) const;
+
+    bool is_learned() const { return params.scorer == LLAMA_KV_SCORER_LEARNED; }
+
+    // mask[n_kv] = 0 for the cells whose norms are not known, -inf for the others; returns whether there are any
+    bool mask_normless(llama_seq_id seq_id, float * mask, uint32_t n_kv) const;
 
     std::vector<device_rows> devices; // one per buffer type that holds K
 
@@ -130,6 +143,12 @@ struct llama_kv_evict {
     int32_t n_layer() const; // scored ones
 
     bool set_layer_weights(const float * w, int32_t n);
+
+    // returns a message, empty on success
+    std::string set_weights(int32_t n_hidden, const float * w, int32_t n);
+
+    // [n_cells][N_X], by position
+    std::vector<float> features(llama_context & lctx, llama_seq_id seq_id);
 
     bool protect(llama_pos p0, llama_pos p1);
     void unprotect();
@@ -207,8 +226,16 @@ private:
 
     // one sequence and its stream
     struct seq_state : progress {
-        std::vector<cell_state> cells;       // [kv_size]
+        std::vector<cell_state>       cells;   // [kv_size]
+        std::vector<llama_kv_history> history; // [kv_size], empty unless the scorer is learned
         uint32_t                n_cells = 0; // those above were never seen or are empty
+
+        // what the mass of a prompt is gathered in: the learned scorer predicts from it
+        float & ranking(uint32_t i) { return history.empty() ? cells[i].score   : history[i].ema;     }
+        float & interim(uint32_t i) { return history.empty() ? cells[i].interim : history[i].interim; }
+
+        void forget_interim();
+
         std::deque<window_row>  window;
 
         int32_t n_prompt = -1; // announced prompt tokens that are still to come, -1 = none were announced
@@ -238,7 +265,13 @@ private:
     void add_mass (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
 
     void join(std::vector<float> & dst, const std::vector<float> & mass) const;
-    void pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float cell_state::* dst);
+    void pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float & (seq_state::* dst)(uint32_t));
+
+    // learned scorer
+    void take_norms  (uint32_t s, const std::vector<bool> & seen);
+    void get_features(uint32_t s, const std::vector<uint32_t> & idxs, bool is_prompt, std::vector<float> & x) const;
+    const std::vector<float> & predict(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw, bool is_prompt);
+    const std::vector<float> & follow (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
 
     void begin_seq(uint32_t s, const std::vector<llama_pos> & pos);
     bool is_prompt(uint32_t s, uint32_t n_new) const;
@@ -250,6 +283,7 @@ private:
     void moved    (uint32_t s, const llama_kv_cells & meta);
 
     bool scores_keys() const;
+    bool starts_whole() const { return scores_keys() || is_learned(); }
 
     bool  is_protected(llama_pos pos) const;
     float score_init  (llama_pos pos) const;
@@ -263,6 +297,8 @@ private:
     const uint32_t n_recent; // at least 1: decode continues at the newest position
     const uint32_t n_window; // none if keys are scored: one query tells all
     const uint32_t n_rows;   // rows per stream
+
+    llama_kv_learned learned;
 
     std::vector<seq_state> seqs; // [n_stream], a sequence has its own stream
 
@@ -279,6 +315,8 @@ private:
         std::vector<float> mass;
         std::vector<float> part;
         std::vector<float> first;
+        std::vector<float> predicted;
+        std::vector<float> x;
 
         std::vector<std::vector<llama_pos>>                       pos; // [n_stream]
         std::vector<std::tuple<bool, float, llama_pos, uint32_t>> ranks;

@@ -29,6 +29,7 @@ extern "C" {
         GGML_KV_KIND_ENTROPY    = 2,
         GGML_KV_KIND_KEYDIFF    = 3,
         GGML_KV_KIND_KEY_NORM   = 4,
+        GGML_KV_KIND_VALUE_LEN  = 5,
     };
 
     // how it becomes one number per cell
@@ -87,6 +88,7 @@ extern "C" {
     //                f, of KV head h: of the query only its mask counts
     //   keydiff      1 - cos(k[c,h], mean over the cells that t sees of k[.,h]/|k[.,h]|); the cosine with 0 is 0
     //   key norm     1/(1 + |k[c,h]|): the order of -|k[c,h]|, but positive
+    //   value len    |v[c,h]|
     //
     // with scale, softcap, ALiBi slope and attention sinks as in ggml_flash_attn_ext. The first layer assigns.
     // Cells at and above n_kv keep their values. A query with row_idx < 0 is not scored; if none is, the op does nothing.
@@ -96,7 +98,7 @@ extern "C" {
     //   q        F32      [n_embd_head, n_head, n_tokens]               contiguous in dim 0
     //   k        F32 F16 BF16 or quantised
     //                     [n_embd_head, n_head_kv, n_kv, n_stream]      n_head a multiple of n_head_kv
-    //   v        as in ggml_kv_attn, or NULL                           value norm only
+    //   v        as in ggml_kv_attn, or NULL                           value norm and value len only
     //   mask     F16 F32  [n_kv, n_tokens/n_stream, 1, n_stream]        -inf: not seen
     //   sinks    F32      [n_head] or NULL
     //   coef     F32      [n_layer]                                     il < n_layer

@@ -157,7 +157,7 @@ struct ggml_tensor * ggml_kv_mass(
     assert_attention(q, k, mask, sinks);
     assert_rows(rows, coef, row_idx, il, k->ne[2], q->ne[2]);
 
-    GGML_ASSERT((kind == GGML_KV_KIND_VALUE_NORM) == (v != NULL));
+    GGML_ASSERT((kind == GGML_KV_KIND_VALUE_NORM || kind == GGML_KV_KIND_VALUE_LEN) == (v != NULL));
     if (v) {
         assert_v(v, k);
     }

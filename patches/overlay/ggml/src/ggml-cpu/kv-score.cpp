@@ -70,10 +70,12 @@ struct score_worker {
     double * sum;
     float  * dir;
 
-    bool of_keys() const { return a.kind == GGML_KV_KIND_KEYDIFF || a.kind == GGML_KV_KIND_KEY_NORM; }
+    // whether KV heads have values, not query heads
+    bool of_cells() const {
+        return a.kind == GGML_KV_KIND_KEYDIFF || a.kind == GGML_KV_KIND_KEY_NORM || a.kind == GGML_KV_KIND_VALUE_LEN;
+    }
 
-    // those that have values
-    int64_t n_head() const { return of_keys() ? a.n_head_kv : a.n_head; }
+    int64_t n_head() const { return of_cells() ? a.n_head_kv : a.n_head; }
 
     bool sees(int64_t c) const { return mask[c] != -INFINITY; }
 
@@ -145,28 +147,40 @@ struct score_worker {
         }
     }
 
-    // of V in every cell of a stream, seen or not
-    void set_norms(int64_t h_kv, int64_t s) {
-        float * dst = norms + h_kv*a.n_kv;
-
+    // of V in the cells [c0, c1) of a stream, seen or not
+    void set_norms(float * dst, int64_t h_kv, int64_t s, int64_t c0, int64_t c1) {
         if (!a.v_trans) {
-            for (int64_t c = 0; c < a.n_kv; ++c) {
+            for (int64_t c = c0; c < c1; ++c) {
                 kv_to_f32(a.v, a.v_row(c, h_kv, s), row, a.n_embd_v);
                 dst[c] = length(row, a.n_embd_v);
             }
             return;
         }
 
-        std::fill(dst, dst + a.n_kv, 0.0f);
+        std::fill(dst + c0, dst + c1, 0.0f);
         for (int64_t d = 0; d < a.n_embd_v; ++d) {
-            kv_to_f32(a.v, a.v_channel(d, 0, h_kv, s), row, a.n_kv);
-            for (int64_t c = 0; c < a.n_kv; ++c) {
-                dst[c] += row[c]*row[c];
+            kv_to_f32(a.v, a.v_channel(d, c0, h_kv, s), row, c1 - c0);
+            for (int64_t c = c0; c < c1; ++c) {
+                dst[c] += row[c - c0]*row[c - c0];
             }
         }
-        for (int64_t c = 0; c < a.n_kv; ++c) {
+        for (int64_t c = c0; c < c1; ++c) {
             dst[c] = std::sqrt(dst[c]);
         }
+    }
+
+    void set_value_len(int64_t h_kv, int64_t s) {
+        int64_t c0 = 0;
+        int64_t c1 = a.n_kv;
+        while (c0 < c1 && !sees(c0)) {
+            ++c0;
+        }
+        while (c0 < c1 && !sees(c1 - 1)) {
+            --c1;
+        }
+
+        weights[h_kv] = 1.0;
+        set_norms(values + h_kv*a.n_kv, h_kv, s, c0, c1);
     }
 
     // f(c, length) for each cell that the query sees, its key in row
@@ -216,9 +230,10 @@ struct score_worker {
         switch (a.kind) {
             case GGML_KV_KIND_MASS:
             case GGML_KV_KIND_VALUE_NORM:
-            case GGML_KV_KIND_ENTROPY:  set_mass    (t, h);           break;
-            case GGML_KV_KIND_KEYDIFF:  set_keydiff (h, a.stream(t)); break;
-            case GGML_KV_KIND_KEY_NORM: set_key_norm(h, a.stream(t)); break;
+            case GGML_KV_KIND_ENTROPY:   set_mass     (t, h);           break;
+            case GGML_KV_KIND_KEYDIFF:   set_keydiff  (h, a.stream(t)); break;
+            case GGML_KV_KIND_KEY_NORM:  set_key_norm (h, a.stream(t)); break;
+            case GGML_KV_KIND_VALUE_LEN: set_value_len(h, a.stream(t)); break;
         }
     }
 
@@ -274,7 +289,7 @@ void kv_score(const ggml_compute_params * params, const kv_attn & a) {
         if (a.kind == GGML_KV_KIND_VALUE_NORM && s_norms != a.stream(t)) {
             s_norms = a.stream(t);
             for (int64_t h = w.ith; h < a.n_head_kv; h += w.nth) {
-                w.set_norms(h, s_norms);
+                w.set_norms(w.norms + h*a.n_kv, h, s_norms, 0, a.n_kv);
             }
         }
         ggml_barrier(params->threadpool);
