@@ -22,7 +22,7 @@ def main() -> int:
         return 0
     bootstrap.enter()
     start = time.monotonic()
-    bootstrap.build_libs("test-backend-ops")
+    bootstrap.build_libs("test-backend-ops", "kv-cuda-host")
     bootstrap.build_stock_libs()
     bootstrap.smollm2()
     bootstrap.gemma3()
