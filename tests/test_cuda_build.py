@@ -50,13 +50,19 @@ def compile_for(compiler: list[str], source: str, architecture: int, out: Path, 
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# one of them stands for the others where minutes count
+SOME = [a if a == 90 else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("architecture", SOME)
 @pytest.mark.parametrize("source", ["kv-mass.cu", "kv-move.cu"])
 def test_our_kernels_spill_nothing(compiler, tmp_path, source, architecture):
-    ours = ["-Xcompiler=-Wall,-Wextra,-Werror", "-Xptxas=-v"]
+    # unused are functions of ggml's headers, and parameters in the toolkit's
+    warnings = "-Wall,-Wextra,-Wno-unused-function,-Wno-unused-parameter,-Werror"
+    ours = [f"-Xcompiler={warnings}", "-Xptxas=-v"]
     report = compile_for(compiler, source, architecture, tmp_path / "kernels.o", *ours)
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert len(spills) >= {"kv-mass.cu": 46, "kv-move.cu": 7}[source]
+    assert len(spills) == {"kv-mass.cu": 46, "kv-move.cu": 7}[source]
     assert set(spills) == {("0", "0")}, report
 
 

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #if defined(GGML_KV_HOST)
 
@@ -69,18 +70,22 @@ struct alignas(16) kv_uint4 {
     uint32_t v[4];
 };
 
+// and their parts as floats
+
 KV_DEVICE float kv_f16(uint16_t bits) {
 #if defined(GGML_KV_HOST)
     return ggml_fp16_to_fp32(bits);
 #else
-    return __half2float(__ushort_as_half(bits));
+    half x;
+    memcpy(&x, &bits, sizeof(x));
+    return __half2float(x);
 #endif
 }
 
 KV_DEVICE float kv_bf16(uint16_t bits) {
-#if defined(GGML_KV_HOST)
-    return ggml_bf16_to_fp32({ bits });
-#else
-    return __uint_as_float((uint32_t) bits << 16);
-#endif
+    const uint32_t bits_f32 = (uint32_t) bits << 16;
+
+    float x;
+    memcpy(&x, &bits_f32, sizeof(x));
+    return x;
 }

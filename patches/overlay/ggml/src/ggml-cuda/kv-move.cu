@@ -1,3 +1,5 @@
+// GGML_OP_KV_MOVE, see ggml-kv-evict.h. One launch, 22 to 34 registers, no shared memory.
+
 #include "kv-move.cuh"
 #include "kv-move-block.cuh"
 
