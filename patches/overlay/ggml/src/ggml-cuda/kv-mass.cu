@@ -1,10 +1,10 @@
-// GGML_OP_KV_MASS, see ggml-kv-evict.h. Blocks of 256 threads, nvcc 13.0, nothing is spilled:
+// GGML_OP_KV_MASS, see ggml-kv-evict.h. Blocks of 256 threads, nvcc 13.0 for sm_89 and sm_90, nothing is spilled:
 //
-//   kernel   registers                                        shared memory
-//   logits   at most 128: two blocks fit an SM                up to 3.2 KB, and 4 bytes per value of 1, 4 or 8 rows of q
-//            f16 on sm_90: 96 (heads of 128, 4 rows of q),
-//            64 (heads of 256, 1 row)
-//   rows     32 to 42                                         1.2 KB, and 8 bytes per head
+//   kernel   rows of q   registers     shared memory
+//   logits   1           48 to 90      1.4 KB, and 4 bytes per value and row of q
+//            4           80 to 104     2.2 KB
+//            8           92 to 128     3.2 KB
+//   rows                 32 to 42      1.2 KB, and 8 bytes per head
 //
 // tests/test_cuda_build.py looks at spills.
 
