@@ -1,4 +1,4 @@
-// GGML_OP_KV_MASS, see ggml-kv-evict.h. Blocks of 256 threads, nvcc 13.0 for sm_89 and sm_90, nothing is spilled:
+// GGML_OP_KV_MASS, see ggml-kv-evict.h. Blocks of 256 threads, nvcc 13.0 for sm_80 to sm_90, nothing is spilled:
 //
 //   kernel   rows of q   registers     shared memory
 //   logits   1           48 to 90      1.4 KB, and 4 bytes per value and row of q
