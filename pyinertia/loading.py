@@ -20,6 +20,10 @@ LEGACY_KEYWORDS = frozenset(
     {"f16_kv", "low_vram", "mul_mat_q", "n_gqa", "n_parts", "rms_norm_eps", "rpc_servers"}
 )
 LEAST_USEFUL_BUDGET = 256
+SPLITS_OF_LAYERS = {  # split modes that put parts of a layer's keys on several devices
+    llama_cpp.LLAMA_SPLIT_MODE_ROW: "row",
+    llama_cpp.LLAMA_SPLIT_MODE_TENSOR: "tensor",
+}
 
 
 def check_keywords(kwargs: dict[str, Any], ours: Iterable[str]) -> None:
@@ -49,6 +53,12 @@ def refuse_unservable(kwargs: dict[str, Any], named: str) -> None:
     """Raise PolicyError for what cannot run beside a policy that evicts; named: the policy."""
     if kwargs.get("embedding"):
         msg = f"{named} needs a model that generates, embedding=True does not; use kv_policy=None"
+        raise PolicyError(msg)
+    if split := SPLITS_OF_LAYERS.get(kwargs.get("split_mode", -1)):
+        msg = (
+            f"{named} needs a layer's keys on one device, split_mode {split} spreads them; use "
+            "split_mode=llama_cpp.LLAMA_SPLIT_MODE_LAYER, or kv_policy=None"
+        )
         raise PolicyError(msg)
     refuse_images(kwargs.get("chat_handler"), named)
 

@@ -133,6 +133,13 @@ def op_tests(build: str = "local") -> Path:
     return next((path for path in folder.rglob(name) if path.is_file()), folder / name)
 
 
+def cuda_host_library() -> Path:
+    """What build_libs("kv-cuda-host") makes: the bodies of the CUDA kernels, for the host."""
+    name = {"nt": "kv-cuda-host.dll"}.get(os.name, "libkv-cuda-host.so")
+    folder = BUILD / "local" / "tests"
+    return next((path for path in folder.rglob(name) if path.is_file()), folder / name)
+
+
 def configure_and_build(name: str, what: str, options: list[str], *targets: str) -> None:
     folder = BUILD / name
     folder.mkdir(parents=True, exist_ok=True)

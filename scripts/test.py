@@ -26,7 +26,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--sanitize"]:
         return sanitize.main(sys.argv[2:])
     start = time.monotonic()
-    bootstrap.build_libs("test-backend-ops")
+    bootstrap.build_libs("test-backend-ops", "kv-cuda-host")
     bootstrap.build_stock_libs()
     bootstrap.smollm2()
     bootstrap.gemma3()

@@ -104,6 +104,19 @@ llama_kv_evict * llama_kv_evict::get(llama_context & ctx) {
     return kv ? kv->evict.get() : nullptr;
 }
 
+// what a scorer takes of attention, in words
+static const char * describe(ggml_kv_kind kind, ggml_kv_heads heads) {
+    switch (kind) {
+        case GGML_KV_KIND_MASS:       return heads == GGML_KV_HEADS_MAX ? "attention (max over heads)" : "attention";
+        case GGML_KV_KIND_VALUE_NORM: return "value norm";
+        case GGML_KV_KIND_ENTROPY:    return "entropy";
+        case GGML_KV_KIND_KEYDIFF:    return "keydiff";
+        case GGML_KV_KIND_KEY_NORM:   return "key norm";
+        case GGML_KV_KIND_VALUE_LEN:  return "length of values";
+    }
+    return "this scorer";
+}
+
 // an op that its device lacks would abort the process when the graph is split, so ask first
 // returns what is missing; an engine that evicts nothing by itself does without compaction
 std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_params & params) {
@@ -129,7 +142,8 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
         if (!can_move && params.scorer == LLAMA_KV_SCORER_NONE) {
             params.compact = false;
         } else if (!can_move && params.compact) {
-            return format("the device of layer %u (%s) cannot move cells", layer.il, ggml_backend_buft_name(buft));
+            return format("the cache of layer %u is on %s, which cannot move cells; offload_kqv = false keeps it on the CPU",
+                    layer.il, ggml_backend_buft_name(buft));
         }
 
         const uint32_t n_head_kv = kv.hparams.n_head_kv(layer.il);
@@ -159,7 +173,9 @@ std::string llama_kv_evict::check_ops(const llama_kv_cache & kv, llama_kv_evict_
 
                 auto * op = ggml_kv_mass(ctx, rows, q, k, v, mask, nullptr, coef, idx, kind, heads(params), 0, 1.0f, 0.0f, 0.0f, true);
                 if (!ggml_backend_dev_supports_op(dev, op)) {
-                    return format("the device of layer %u (%s) cannot score cells", layer.il, ggml_backend_buft_name(buft));
+                    return format("the cache of layer %u is on %s, which cannot score cells by %s with keys of type %s and size %u; "
+                            "offload_kqv = false keeps it on the CPU", layer.il, ggml_backend_buft_name(buft),
+                            describe(kind, heads(params)), ggml_type_name(layer.k->type), n_embd_head);
                 }
             }
         }

@@ -219,9 +219,6 @@ ggml_tensor * build_kv_attn(
     if (!dev) {
         dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
-    if (!dev || ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
-        return nullptr;
-    }
 
     ggml_tensor *  rows = nullptr;
     ggml_tensor ** last = nullptr;
@@ -237,7 +234,7 @@ ggml_tensor * build_kv_attn(
     ggml_tensor * cur = ggml_kv_attn(graph.ctx0, q, k, v, kq_mask, sinks, rows, rows ? inp->coef : nullptr, rows ? inp->row_idx : nullptr, il,
             get_scale(graph, kq_scale), graph.hparams.f_max_alibi_bias, get_softcap(graph), last && !*last);
     if (!ggml_backend_dev_supports_op(dev, cur)) {
-        return nullptr;
+        return nullptr; // attention of its own and ggml_kv_mass, on that device
     }
     if (last) {
         *last = rows;
