@@ -103,9 +103,13 @@ def n_ctx_train(path: str) -> int:
     except ModelError:
         return 0
     with closing(model):
-        metadata = model.metadata()
+        try:
+            metadata = model.metadata()
+        except UnicodeDecodeError:  # the file is damaged; loading it will tell what it can
+            return 0
         architecture = metadata.get("general.architecture", "")
-        return int(metadata.get(f"{architecture}.context_length", 0))
+        length = metadata.get(f"{architecture}.context_length", "")
+        return int(length) if length.isdecimal() else 0
 
 
 def explain_context(params: Any) -> str:

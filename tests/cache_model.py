@@ -66,15 +66,16 @@ class Sequence:
             self.phase = FIRST if self.phase == PROMPT else DECODE
         if self.phase == FIRST:
             self.generated = set()
-        return self.make_room(n_new, scores)
+        return self.make_room(n_new, scores, self.phase == DECODE)
 
-    def make_room(self, n_new: int, scores: dict[int, float] | None) -> Cut:
-        if self.phase == DECODE:
+    def make_room(self, n_new: int, scores: dict[int, float] | None, is_decode: bool) -> Cut:
+        if is_decode:
             n_budget = min(int(self.policy.n_budget), self.n_cells)
             most, target = n_budget - n_new, n_budget - max(n_new, self.policy.n_refresh)
             return self.cut(max(0, most), max(0, target), scores)
         if self.policy.prefill == "bounded" or self.phase == FIRST:
-            n_room = max(0, self.n_cells - n_new - (0 if self.n_probe else self.n_spare))
+            n_spare = 0 if self.n_probe or self.phase == DECODE else self.n_spare
+            n_room = max(0, self.n_cells - n_new - n_spare)
             return self.cut(n_room, n_room, scores)
         return Cut()
 
@@ -131,9 +132,10 @@ class Sequence:
     def close_gaps(self, n_new: int, scores: dict[int, float] | None) -> Cut:
         """Make the room that n_new tokens need; the caller renumbers what is left."""
         self.settle()
-        if self.phase != PROMPT and not self.is_prompt(n_new):
+        is_decode = self.phase != PROMPT and not self.is_prompt(n_new)
+        if is_decode:
             self.phase = DECODE
-        return self.make_room(n_new, scores)
+        return self.make_room(n_new, scores, is_decode)
 
     def remove(self, positions: set[int]) -> None:
         for pos in positions & self.tokens.keys():

@@ -351,7 +351,7 @@ class Play:
             assert old.tolist() == sorted(seq.tokens)
 
         def moved(pos: int) -> int:
-            return int(np.searchsorted(old, pos))
+            return int(np.searchsorted(old, pos)) + max(0, pos - int(old[-1]) - 1)
 
         seq.renumber({int(p): i for i, p in enumerate(old)})
         ranges = [(moved(p0), moved(p1)) for p0, p1 in self.protected]

@@ -77,7 +77,7 @@ class Model:
         elif kind == "number":
             for _ in range(rng.choice([1, 1, 2])):
                 at, dtype = rng.choice(rng.choice([self.few, self.few, self.numbers]))
-                value = rng.choice(SPECIAL[dtype.kind])
+                value = rng.choice(SPECIAL.get(dtype.kind, SPECIAL["u"]))
                 if dtype.kind != "f":
                     value %= 2 ** (8 * dtype.itemsize)
                     dtype = np.dtype(f"u{dtype.itemsize}")

@@ -12,6 +12,9 @@ import malformed
 import pytest
 import tiny_models
 from command_line import call
+from llama_cpp._logger import set_verbose
+
+from pyinertia.loading import n_ctx_train
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +57,12 @@ def test_what_cannot_be(tiny, tmp_path, key, value):
     assert done.stderr.startswith("error: ")
     assert "is not a complete GGUF model that this llama.cpp can read" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_metadata_that_is_no_text(tiny, tmp_path):
+    sound, path = malformed.Model(tiny), tmp_path / "wrong.gguf"
+    part = sound.fields["tokenizer.ggml.pre"].parts[-1]
+    path.write_bytes(sound.replaced(part, [0xFF, *part[1:]]))
+    set_verbose(False)  # llama-cpp-python's log takes nothing but text
+    assert n_ctx_train(str(tiny)) == tiny_models.N_CTX
+    assert n_ctx_train(str(path)) == 0

@@ -144,7 +144,7 @@ struct test_kv_mass : public test_case {
 
     void init_row_idx(ggml_tensor * t, std::mt19937 & rng) const {
         std::vector<int32_t> data(nb*ns, -1);
-        for (int64_t i = 0; i < n_scored; i++) {
+        for (int64_t i = 0; i < std::min<int64_t>(n_scored, data.size()); i++) {
             data[i] = i + 1;
         }
         std::shuffle(data.begin(), data.end(), rng);
