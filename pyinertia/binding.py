@@ -30,9 +30,14 @@ def _take_turns(redirection: Any) -> None:
     enter, leave = redirection.__enter__, redirection.__exit__
 
     def __enter__(self: Any) -> Any:
-        if not self.disable:
-            lock.acquire()
-        return enter(self)
+        if self.disable:
+            return enter(self)
+        lock.acquire()
+        try:
+            return enter(self)
+        except BaseException:  # there is nothing to leave
+            lock.release()
+            raise
 
     def __exit__(self: Any, *error: object) -> Any:
         try:

@@ -153,7 +153,8 @@ class EngineCalls(llama_cpp.Llama):
             raise ValueError(msg)
 
     def _cached(self) -> Cached:
-        """Return what the cache holds."""
+        """Return what the cache holds; tokens of a step that was interrupted have not been."""
+        self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         ids, closed = self._input_ids, self._kv_closed
         if self.n_tokens < closed.n_pos:  # taken back by hand
             ids, closed = ids[: closed.n_whole], Closed()

@@ -46,10 +46,11 @@ class Drafts(Chats):
     def _eval_drafted(self, tokens: Sequence[int]) -> None:
         """Evaluate a token and what was guessed after it, with the logits of each."""
         n_past = self.n_tokens
+        self._requires_eval = True
         self._batch.set_batch(batch=tokens, n_past=n_past, logits_all=True)
         self._ctx.decode(self._batch)
+        self.input_ids[n_past : n_past + len(tokens)] = tokens
         self.n_tokens = n_past + len(tokens)
-        self.input_ids[n_past : self.n_tokens] = tokens
         self._requires_eval = False
 
     def _drop_drafted(self, stream: object, n_certain: int) -> None:
@@ -58,8 +59,9 @@ class Drafts(Chats):
             return  # the cache is another prompt's by now
         self._kv_stream = None
         if self.n_tokens > n_certain:
-            self._ctx.kv_cache_seq_rm(-1, n_certain, -1)
+            # before the cells leave: what is beyond n_tokens is removed anyway
             self.n_tokens, self._requires_eval = n_certain, True
+            self._ctx.kv_cache_seq_rm(-1, n_certain, -1)
 
 
 def without_guesses(llm: Drafts, processor: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -240,7 +240,6 @@ class Llama(Drafts):
         self._check_room(self.n_tokens + len(tokens))
         # before the engine looks: tokens of a step that was interrupted have not been
         self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
-        self._requires_eval = True  # until the logits are those of the last token again
         if not self._kv_refusal:
             _native.prompt(self.ctx, 0, len(tokens) if phase == _PROMPT else 0)
             if phase == _PROMPT and self._kv_query_tokens:
@@ -248,14 +247,20 @@ class Llama(Drafts):
         if phase == _DECODE and len(tokens) > 1 and not self._logits_all:
             self._eval_drafted(tokens)
         else:
-            super().eval(tokens)
+            self._eval_batches(tokens)
+
+    def _eval_batches(self, tokens: Sequence[int]) -> None:
+        for start in range(0, len(tokens), self.n_batch):
+            self._requires_eval = True  # until the logits are those of the last token again
+            super().eval(tokens[start : start + self.n_batch])
 
     def _eval_probed(self, tokens: Sequence[int]) -> Sequence[int]:
         """Evaluate all but the last token, each batch followed by the question; return the rest."""
         query = self._kv_query_tokens
         n_step = self.n_batch - len(query)  # one batch's room holds both
         for start in range(0, len(tokens) - 1, n_step):
-            super().eval(tokens[start : min(start + n_step, len(tokens) - 1)])
+            self._eval_batches(tokens[start : min(start + n_step, len(tokens) - 1)])
+            self._requires_eval = True
             if not _native.probe(self.ctx, 0, len(query)):
                 msg = "the engine does not take the question; kv_query(None) goes on without it"
                 raise RuntimeError(msg)

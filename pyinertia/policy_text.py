@@ -30,7 +30,7 @@ def parse_policy(text: str, budget: int | float | None = None) -> KVPolicy:
         CommandError: The preset or a field is unknown.
         PolicyError: A value is out of range, or values do not go together.
     """
-    head, _, path = text.partition(f"/{_FILE}=")
+    head, names_file, path = text.partition(f"/{_FILE}=")
     name, *parts = head.split("/")
     if name not in POLICIES:
         nearest = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
@@ -40,7 +40,7 @@ def parse_policy(text: str, budget: int | float | None = None) -> KVPolicy:
         )
         raise CommandError(msg)
     # one change of all fields: on the way to a valid policy there may be none that is
-    changes: dict[str, Any] = {_FILE: path} if path else {}
+    changes: dict[str, Any] = {_FILE: path} if names_file else {}
     for part in parts:
         field, equals, value = part.partition("=")
         if part in PREFILLS:

@@ -124,6 +124,14 @@ def test_what_the_template_says_by_itself_never_leaves(folder, opened):
     assert set(range(len(own))) <= set(positions(llm))
 
 
+def test_what_the_template_says_by_itself_needs_no_room(folder, opened):
+    path = tiny_models.write_chat(folder / "long-system.gguf", OWN_SYSTEM.replace("By", "B" * 300))
+    llm = opened(path, **SMALL)
+    ask(Conversation(llm, greedy(8)), "message " * 50)
+    assert llm.kv_policy.protect == ()
+    assert len(positions(llm)) <= 256
+
+
 def test_what_is_told_is_what_is_there(tiny, opened):
     llm = opened(tiny, **SMALL)
     talk = Conversation(llm, greedy(48), SYSTEM)

@@ -228,6 +228,58 @@ def test_ctrl_c_anywhere_in_a_generation(tiny, kwargs):
     assert n_interrupted > 10
 
 
+def interrupt_after(monkeypatch, llm: Llama, n_calls: int) -> None:
+    """Let Ctrl-C come right after a batch was computed."""
+    decode, left = llm._ctx.decode, [n_calls]
+
+    def decode_and_stop(batch) -> None:
+        decode(batch)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._ctx, "decode", decode_and_stop)
+
+
+@pytest.mark.parametrize("query", [None, "which?"])
+def test_ctrl_c_in_a_later_batch_leaves_no_logits_of_another_token(tiny, monkeypatch, query):
+    """With a question, the batches of the prompt and of the question take turns."""
+    llm, other = (load(tiny, kv_policy=replace(BOUNDED, n_budget=100)) for _ in range(2))
+    for one in (llm, other) if query else ():
+        one.kv_query(query)
+    interrupt_after(monkeypatch, llm, 2)
+    with pytest.raises(KeyboardInterrupt):
+        llm.eval(TOKENS[:200])
+    monkeypatch.undo()
+    n = llm.n_tokens
+    assert 0 < n < 100
+    llm.kv_query(None)
+    other.kv_query(None)
+    assert next(llm.generate(TOKENS[:n], temp=0.0)) == next(other.generate(TOKENS[:n], temp=0.0))
+
+
+def test_ctrl_c_in_a_step_leaves_no_score_whoever_looks_first(tiny, monkeypatch):
+    llm = load(tiny)
+    list(islice(llm.generate(TOKENS[:60], temp=0.0), 3))
+    before = {cell["pos"]: cell["score"] for cell in llm.kv_cells()}
+    interrupt_after(monkeypatch, llm, 1)
+    with pytest.raises(KeyboardInterrupt):
+        llm.eval([7])
+    monkeypatch.undo()
+    llm._cached()  # as any prompt does
+    after = {cell["pos"]: cell["score"] for cell in llm.kv_cells()}
+    assert len(after) == len(before) - 1  # it had made room
+    assert after == {pos: before[pos] for pos in after}
+
+
+def test_a_prompt_that_is_cached_whole_is_not_evaluated_again(tiny, monkeypatch):
+    llm = load(tiny)
+    (token,) = islice(llm.generate(TOKENS[:60], temp=0.0), 1)
+    interrupt_after(monkeypatch, llm, 1)  # there is nothing to interrupt
+    for _ in range(2):
+        assert next(llm.generate(TOKENS[:60], temp=0.0)) == token
+
+
 def test_ctrl_c_while_positions_are_renumbered(tiny):
     """n_tokens and input_ids say what the cells hold, whenever it came."""
     layer = FirstLayer(tiny)
@@ -259,13 +311,14 @@ llm = Llama(sys.argv[1], n_ctx=512, n_threads=1, n_threads_batch=1, verbose=Fals
 prompt = list(range(200))
 expected = [token for token, _ in zip(llm.generate(prompt, temp=0.0), range(100))]
 for i in range(int(sys.argv[2])):
-    got, stream = [], llm.generate(prompt, temp=0.0)
+    got = []
     print("go", flush=True)
     try:
-        for token, _ in zip(stream, range(10**9)):
-            got.append(token)
-            if len(got) == len(expected):
-                got, stream = [], llm.generate(prompt, temp=0.0)
+        while True:
+            got = []
+            for token, _ in zip(llm.generate(prompt, temp=0.0), range(len(expected))):
+                got.append(token)
+            assert got == expected
     except KeyboardInterrupt:
         pass
     assert got == expected[: len(got)], got

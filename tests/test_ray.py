@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from pyinertia import ModelError
 from pyinertia.batch import Summary, summarise
 from pyinertia.batch.documents import Numbered
-from pyinertia.batch.ray_worker import Worker
+from pyinertia.batch.ray_worker import Worker, _told
 from pyinertia.cli import app
 
 # Ray's own warnings are not ours to mend
@@ -112,6 +112,13 @@ def test_a_worker_without_a_model_says_so_to_all(tmp_path):
     assert {type(error) for error in errors} == {ModelError}
     (said,) = {str(error) for error in errors}
     assert said.startswith(f"{tmp_path / 'missing.gguf'} does not exist; check model_path (on ")
+
+
+def test_an_error_that_takes_more_than_a_text_is_told_too():
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    told = _told(error)
+    assert type(told) is ValueError
+    assert str(error) in str(told)
 
 
 @pytest.mark.parametrize(

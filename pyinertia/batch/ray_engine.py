@@ -13,7 +13,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +109,37 @@ def _connected(address: str | None, verbose: bool) -> Iterator[None]:
     if ray.is_initialized():  # by our caller, who ends it, too
         yield
         return
-    if not verbose:  # Ray tells a lot, and all of it stays in its own files
-        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    try:
-        ray.init(
-            address=address,
-            include_dashboard=False,
-            log_to_driver=verbose,
-            logging_level=logging.INFO if verbose else logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = "RAY_ADDRESS" if address is None else address
-        msg = f"there is no Ray cluster at {where}: {error}; `ray start --head` starts one"
-        raise ClusterError(msg) from error
+    with nullcontext() if verbose else _quiet():
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=verbose,
+                logging_level=logging.INFO if verbose else logging.ERROR,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = "RAY_ADDRESS" if address is None else address
+            msg = f"there is no Ray cluster at {where}: {error}; `ray start --head` starts one"
+            raise ClusterError(msg) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray tells a lot, and all of it stays in its own files."""
+    log, variable = logging.getLogger("ray.data"), "RAY_BACKEND_LOG_LEVEL"
+    level, was_set = log.level, variable in os.environ
+    log.setLevel(logging.CRITICAL)
+    os.environ.setdefault(variable, "fatal")
     try:
         yield
     finally:
-        ray.shutdown()
+        log.setLevel(level)
+        if not was_set:
+            del os.environ[variable]
 
 
 def _shares(n: int | None, cpus: float | None, gpus: float) -> tuple[float, int]:
@@ -141,7 +154,7 @@ def _shares(n: int | None, cpus: float | None, gpus: float) -> tuple[float, int]
         named = " and ".join(f"{count:g} {kind}s" for kind, count in wanted.items())
         msg = f"no machine of the Ray cluster has {named}, which a worker is to have; ask for fewer"
         raise ClusterError(msg)
-    return cpus, n or n_room
+    return cpus, min(n or n_room, n_room)
 
 
 class _Ahead:

@@ -59,6 +59,8 @@ class Inbox(Numbered):
         self._n_open -= 1
         with self._lock:
             future = self._waiting[summary.index].popleft()
+            if not self._waiting[summary.index]:
+                del self._waiting[summary.index]
         future.set_result(summary)
 
     def fail(self, error: Exception) -> None:
@@ -108,5 +110,9 @@ class Worker:
 
 def _told(error: Exception) -> Exception:
     """The error, of a kind that every process knows, with the machine it came from."""
-    kind = type(error) if isinstance(error, PyInertiaError | ValueError) else RuntimeError
+    kind: type[Exception] = RuntimeError
+    if isinstance(error, PyInertiaError):
+        kind = type(error)
+    elif isinstance(error, ValueError):  # some of its kinds take more than a text
+        kind = ValueError
     return kind(f"{error} (on {socket.gethostname()})")

@@ -56,7 +56,7 @@ class Conversation:
         self._llm, self._sampling, self._notice = llm, sampling, notice
         self.template = ChatTemplate(llm)
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        memory.protect(llm, self.template.n_system(system))
+        memory.protect(llm, self.template, system)
         self.answer: Generation | None = None
         self.messages: list[Message] = []
         self.n_forgotten = 0

@@ -11,6 +11,7 @@ from pyinertia.errors import CommandError, PolicyError
 from pyinertia.policy import MAX_COUNT, QUERY_SCORERS
 
 if TYPE_CHECKING:
+    from pyinertia.cli.template import ChatTemplate
     from pyinertia.llama import Llama
 
 N_QUESTION = 64  # tokens of a prompt's end that say what it asks
@@ -53,14 +54,17 @@ def spans(llm: Llama, tokens: Sequence[int]) -> Iterator[Span]:
         yield Span(stays, [tokens[i] for i in run])
 
 
-def protect(llm: Llama, n_system: int) -> None:
-    """Keep the first n_system positions for good.
+def protect(llm: Llama, template: ChatTemplate, system: str | None) -> None:
+    """Keep the system prompt for good, or what the template says by itself if there is room.
 
     Raises:
-        CommandError: The budget has no room for them.
+        CommandError: The budget has no room for the system prompt.
     """
+    n_system = template.n_system(system)
     if not llm.kv_policy.evicts or not n_system:
         return
+    if system is None and not llm._has_room(n_system):
+        return  # nobody asked for it
     try:
         llm.kv_protect(0, n_system)
     except PolicyError as error:

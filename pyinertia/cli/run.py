@@ -134,7 +134,7 @@ def prompt_tokens(
             raise CommandError(msg)
     else:
         tokens = _in_chat(template, whole, system)
-        memory.protect(llm, template.n_system(system))
+        memory.protect(llm, template, system)
     if len(tokens) >= llm._n_ctx:
         msg = (
             f"the prompt has {len(tokens):,} tokens, with the answer it must fit "

@@ -16,7 +16,8 @@
 //   llama_state_seq_get_data, _set_data  before llama_decode has applied a seq_cp between streams or a seq_add
 //   an abort callback that stops llama_decode while it applies a seq_add: keys of some layers are rotated again
 // pyinertia.Llama calls none of them so. What llama_decode itself refuses, or does not finish (an abort callback, no memory),
-// is an error code, and the cells are those of before but for what was evicted to make room.
+// is an error code, and the cells are those of before but for what was evicted to make room, and for the micro-batches before
+// the one that failed: these stay until the caller removes them.
 
 #include "llama.h"
 

@@ -373,11 +373,11 @@ std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_se
     lctx.set_abort_callback(nullptr, lctx.abort_callback_data);
     try {
         lctx.memory_update(true);
+        n_copied = 0; // pending copies were applied, too
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: the next batch rotates the keys: %s\n", __func__, err.what());
     }
     lctx.set_abort_callback(abort_callback, lctx.abort_callback_data);
-    n_copied = 0; // pending copies were applied, too
 
     return old;
 }

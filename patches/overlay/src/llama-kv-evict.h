@@ -39,8 +39,8 @@
 //
 // A further prompt starts over; its ranking and the scores so far are joined by max.
 //
-// A batch that fails, is aborted, or is removed before the next call, has not been: the next one finds scores, phase and
-// counters as this one found them. What it evicted to make room stays evicted; for the same batch that is the same choice.
+// A batch that is removed before the next call, by the caller or because it failed as one micro-batch, has not been: the next
+// one finds scores, phase and n_refresh's count as this one found them (n_tokens of the statistics counts both). What it evicted to make room stays evicted; for the same batch that is the same choice.
 //
 // Invariants: sinks, recent and protected cells never leave; in the decode phase never more than n_budget cells, the
 // incoming ones included; the newest cell stays (decode continues at its position + 1); cells keep their positions, unless
