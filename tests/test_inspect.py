@@ -389,6 +389,8 @@ def bad_inputs(tiny: Path, prompt: Path, folder: Path) -> dict[str, tuple[list, 
         "empty": ([folder / "empty.txt", "-m", tiny], "the prompt is empty"),
         "missing": ([folder / "no.txt", "-m", tiny], "no.txt: No such file"),
         "too long": ([folder / "x.txt", "-m", tiny, "-c", 64], "the prompt has 101 tokens"),
+        "itself": ([prompt, "-m", tiny, "--html", prompt], "is what the command reads"),
+        "the model": ([prompt, "-m", tiny, "--png", tiny], "is what the command reads"),
         "no folder": ([prompt, *no_model, "--html", folder / "no" / "a.html"], "cannot be written"),
         "folder": ([prompt, *no_model, "--png", folder], "(Is a directory)"),
         "same": (
@@ -403,7 +405,19 @@ def bad_inputs(tiny: Path, prompt: Path, folder: Path) -> dict[str, tuple[list, 
 
 @pytest.mark.parametrize(
     "what",
-    ["empty", "missing", "too long", "no folder", "folder", "same", "no model", "system", "steps"],
+    [
+        "empty",
+        "missing",
+        "too long",
+        "itself",
+        "the model",
+        "no folder",
+        "folder",
+        "same",
+        "no model",
+        "system",
+        "steps",
+    ],
 )
 def test_what_cannot_be_is_one_readable_line(what, tiny, prompt, folder):
     args, says = bad_inputs(tiny, prompt, folder)[what]

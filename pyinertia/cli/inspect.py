@@ -66,7 +66,7 @@ def main(
     """Check, run, show."""
     text, question = read_prompt(None, file)
     check_system(system, chat)
-    writers = _writers(html, png)
+    writers = _writers(html, png, [path for path in (file, model.model) if path])
     from pyinertia.cli.models import open_model
 
     llm = open_model(model, context, kv, sampling)
@@ -123,15 +123,15 @@ def _record(llm: Llama, tokens: list[int], sampling: SamplingOptions, policy: st
 Writer = Callable[["Recording"], None]
 
 
-def _writers(html: Path | None, png: Path | None) -> list[tuple[Path, Writer]]:
+def _writers(html: Path | None, png: Path | None, inputs: list[Path]) -> list[tuple[Path, Writer]]:
     """What writes where; both are known to work before the run.
 
     Raises:
-        CommandError: A file cannot be written, or matplotlib is missing.
+        CommandError: A file cannot be written, is an input, or matplotlib is missing.
     """
     found: list[tuple[Path, Writer]] = []
     if html is not None:
-        _check_writable("--html", html)
+        _check_writable("--html", html, inputs)
         from pyinertia.inspect import page
 
         found.append(
@@ -141,7 +141,7 @@ def _writers(html: Path | None, png: Path | None) -> list[tuple[Path, Writer]]:
         if html is not None and html.absolute() == png.absolute():
             msg = f"--html and --png are the same file, {png}; pass another one"
             raise CommandError(msg)
-        _check_writable("--png", png)
+        _check_writable("--png", png, inputs)
         try:
             from pyinertia.inspect import plot
         except ImportError as error:
@@ -155,10 +155,13 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _check_writable(option: str, path: Path) -> None:
+def _check_writable(option: str, path: Path, inputs: list[Path]) -> None:
     """Try it; what is there stays as it is."""
     try:
         if path.exists():
+            if any(one.exists() and path.samefile(one) for one in inputs):
+                msg = f"{option} {path} is what the command reads; pass another one"
+                raise CommandError(msg)
             path.open("ab").close()
         else:
             path.open("xb").close()

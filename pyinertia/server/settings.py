@@ -20,7 +20,10 @@ import llama_cpp.server.settings as upstream  # isort: skip
 
 def _help(name: str) -> str:
     option = get_type_hints(KVOptions, include_extras=True)[name].__metadata__[0]
-    return f"{option.help} (default: {option.show_default or getattr(KVOptions, name)})"
+    shown = option.show_default
+    return (
+        f"{option.help} (default: {shown if isinstance(shown, str) else getattr(KVOptions, name)})"
+    )
 
 
 class ModelSettings(upstream.ModelSettings):
