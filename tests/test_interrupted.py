@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -188,6 +189,8 @@ def interrupted(call, n_lines: int, within: str = "") -> bool:
     return False
 
 
+# llama_cpp's sampler, interrupted in its constructor, fails in its destructor
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -208,7 +211,9 @@ def test_ctrl_c_anywhere_in_a_generation(tiny, kwargs):
         at[llm.n_tokens] = llm.kv_cells()
 
     def generate() -> None:
-        list(islice(llm.generate(prompt, temp=0.0), N_NEW))
+        # one that is left to the garbage collector swallows Ctrl-C at its end
+        with closing(llm.generate(prompt, temp=0.0)) as stream:
+            list(islice(stream, N_NEW))
 
     rng, n_lines, n_interrupted = random.Random(0), 0, 0
     while True:
@@ -219,7 +224,10 @@ def test_ctrl_c_anywhere_in_a_generation(tiny, kwargs):
         n_interrupted += 1
         n = llm.n_tokens
         if n_interrupted % 2 and len(prompt) <= n < len(tokens):
-            assert next(llm.generate(tokens[:n], temp=0.0)) == tokens[n], "logits of another token"
+            # what the step had made room for is gone: evaluated again, its logits are others
+            is_same = kwargs["kv_policy"] is None or not llm._requires_eval
+            token = next(llm.generate(tokens[:n], temp=0.0))
+            assert token == tokens[n] or not is_same, "logits of another token"
             continue
         while (n := llm.n_tokens) < len(tokens) - 1:
             assert llm._input_ids.tolist() == tokens[:n], n_lines
@@ -286,7 +294,8 @@ def test_ctrl_c_while_positions_are_renumbered(tiny):
     llm = load(tiny, kv_policy=POLICY, kv_positions="compact", n_ctx=104, type_k=0, type_v=0)
 
     def generate() -> None:
-        list(islice(llm.generate(TOKENS[:100], temp=0.0), 8))
+        with closing(llm.generate(TOKENS[:100], temp=0.0)) as stream:
+            list(islice(stream, 8))
 
     for n_lines in range(1, 1000):
         llm.reset()
