@@ -18,6 +18,7 @@ import typer
 from command_line import ESCAPE, call, environment, start
 from typer.testing import CliRunner
 
+import pyinertia
 from pyinertia import Llama
 from pyinertia.cli import app, hub
 from pyinertia.cli.options import ContextOptions, KVOptions, ModelOptions, SamplingOptions
@@ -59,6 +60,12 @@ def invoke(*args: str | Path, stdin: str = "", code: int = 0):
 
 def options(name: str) -> set[str]:
     return {flag for option in COMMANDS[name].params for flag in getattr(option, "opts", ())}
+
+
+def test_the_version_is_one_line():
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0
+    assert done.stdout == f"pyinertia {pyinertia.__version__}\n"
 
 
 def test_llama_cpp_s_names_are_there():

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import pyinertia
 from pyinertia.cli import about, bench, chat, info, inspect, run, serve, summarise
 from pyinertia.cli.group import DEBUG, Group
 from pyinertia.cli.options import command
@@ -44,8 +45,21 @@ app.command("bench", help=bench.HELP, rich_help_panel=MEASURE)(bench.main)
 app.add_typer(eval_cli.app, name="eval", rich_help_panel=MEASURE)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pyinertia {pyinertia.__version__}")
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+
+
 @app.callback(invoke_without_command=True)
-def main(context: typer.Context, debug: Annotated[bool, DEBUG] = False) -> None:
+def main(
+    context: typer.Context,
+    version: Annotated[bool, VERSION] = False,
+    debug: Annotated[bool, DEBUG] = False,
+) -> None:
     """Without a command: versions, devices and policies."""
     if context.invoked_subcommand is None:
         raise typer.Exit(about.main())
