@@ -17,7 +17,7 @@ from typing import Any
 from pyinertia.batch.documents import INSTRUCTION, Desk, Summary
 from pyinertia.batch.schedule import Schedule, Settings
 from pyinertia.batch.slots import Slots
-from pyinertia.bench.worker import N_BATCH, main, process_memory
+from pyinertia.bench.worker import main, model_keywords, process_memory
 from pyinertia.policy_text import parse_policy
 
 
@@ -37,14 +37,7 @@ def work(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
         job["model"],
         n_parallel=job["n_parallel"],
         kv_policy=parse_policy(job["policy"], job["budget"]) if job["policy"] else None,
-        n_ctx=job["n_ctx"],
-        n_batch=N_BATCH,
-        n_ubatch=N_BATCH,
-        n_threads=job["n_threads"],
-        n_threads_batch=job["n_threads"],
-        flash_attn=job["flash_attn"],
-        type_k=job["type_k"],
-        type_v=job["type_v"],
+        **model_keywords(job),
     )
     with closing(slots):
         n_tokens = job["n_tokens"]

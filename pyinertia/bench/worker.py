@@ -48,6 +48,16 @@ class Engine(Protocol):
         """Return bytes and counters."""
 
 
+def model_keywords(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `Llama` that a job says."""
+    return {
+        "n_batch": N_BATCH,
+        "n_ubatch": N_BATCH,
+        "n_threads_batch": job["n_threads"],
+        **{name: job[name] for name in ("n_ctx", "n_threads", "flash_attn", "type_k", "type_v")},
+    }
+
+
 class LlamaCpp:
     """llama.cpp through llama-cpp-python: ours, or the unpatched build."""
 
@@ -71,14 +81,7 @@ class LlamaCpp:
         try:
             self.llm = library.Llama(
                 job["model"],
-                n_ctx=job["n_ctx"],
-                n_batch=N_BATCH,
-                n_ubatch=N_BATCH,
-                n_threads=job["n_threads"],
-                n_threads_batch=job["n_threads"],
-                flash_attn=job["flash_attn"],
-                type_k=job["type_k"],
-                type_v=job["type_v"],
+                **model_keywords(job),
                 swa_full=False,
                 verbose=False,
                 **policy,
