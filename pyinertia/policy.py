@@ -83,8 +83,8 @@ class KVPolicy:
 
             "keydiff" and "key-norm" depend on the cells, not on the query: n_window has no use, the
             first ranking is that of the first decode query ("bounded": and of each batch's last
-            query). Under them and "learned" a new cell takes its first row whole, else it grows from
-            0.
+            query). Under them and "learned" a new cell takes its first row whole, else it grows
+            from 0.
         scorer_file: The .npz of numbers of the "learned" scorer, as scripts/train_scorer.py writes
             it. None is the one that ships.
         heads: How heads become one: "mean" or "max" over the query heads, of p, of p |v|, or
