@@ -421,7 +421,7 @@ def bad_inputs(tiny: Path, prompt: Path, folder: Path) -> dict[str, tuple[list, 
 )
 def test_what_cannot_be_is_one_readable_line(what, tiny, prompt, folder):
     args, says = bad_inputs(tiny, prompt, folder)[what]
-    done = invoke(*args, code=1 if what == "missing" else 2)
+    done = invoke(*args, code=2)
     assert says in " ".join(done.stderr.split())
     if not done.stderr.startswith("Usage"):
         assert done.stderr.startswith("error: ")

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from pyinertia.errors import PyInertiaError
 
 BROKEN_PIPE, INTERRUPTED = 141, 130  # 128 and the signal, as shells count
+_ASKED_FOR = (PyInertiaError, FileNotFoundError)  # what the caller can put right
 
 _debug = False
 
@@ -63,7 +64,7 @@ class Group(TyperGroup):
             if _debug or isinstance(error, typer.Abort) or hasattr(error, "exit_code"):
                 raise
             say(f"error: {_one_line(error)}")
-            raise typer.Exit(2 if isinstance(error, PyInertiaError) else 1) from error
+            raise typer.Exit(2 if isinstance(error, _ASKED_FOR) else 1) from error
         return result
 
 
