@@ -133,10 +133,10 @@ def op_tests(build: str = "local") -> Path:
     return next((path for path in folder.rglob(name) if path.is_file()), folder / name)
 
 
-def cuda_host_library() -> Path:
-    """What build_libs("kv-cuda-host") makes: the bodies of the CUDA kernels, for the host."""
+def cuda_host_library(build: str = "local") -> Path:
+    """What the target kv-cuda-host makes: the bodies of the CUDA kernels, for the host."""
     name = {"nt": "kv-cuda-host.dll"}.get(os.name, "libkv-cuda-host.so")
-    folder = BUILD / "local" / "tests"
+    folder = BUILD / build / "tests"
     return next((path for path in folder.rglob(name) if path.is_file()), folder / name)
 
 

@@ -23,12 +23,12 @@ RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 # those that call the engine on tiny models, and the ops alone
 TESTS = {
     "address": (
-        *("backend_ops", "attn_op", "score_op", "ops", "fused", "families"),
+        *("backend_ops", "cuda_ops", "attn_op", "score_op", "ops", "fused", "families"),
         *("scores", "eviction", "bounded", "invariants", "lifecycle", "streams", "positions"),
         *("c_abi", "c_abi_misuse", "interrupted", "malformed_gguf", "bad_input"),
         *("state", "state_refused", "state_caches", "reuse"),
     ),
-    "thread": ("backend_ops", "c_abi"),
+    "thread": ("backend_ops", "cuda_ops", "c_abi"),
 }
 
 
@@ -40,7 +40,7 @@ def build(kind: str) -> Path:
     options = [f"-DCMAKE_{language}_FLAGS_RELEASE={flags}" for language in ("C", "CXX")]
     options += ["-DGGML_OPENMP=OFF"]  # gcc's is not instrumented: threads are ggml's own
     what = f"patched llama.cpp with {KINDS[kind]}"
-    bootstrap.configure_and_build(name, what, options, "test-backend-ops")
+    bootstrap.configure_and_build(name, what, options, "test-backend-ops", "kv-cuda-host")
     bootstrap.install(name, bootstrap.BUILD / name / "install")
     return bootstrap.BUILD / name
 
@@ -49,7 +49,7 @@ def run(kind: str, args: list[str]) -> int:
     """Run the tests with what was built; returns pytest's exit code."""
     folder = build(kind)
     command = [sys.executable, "-m", "pytest", "--tiny", "-p", "no:cacheprovider"]
-    command += ["--op-tests", str(bootstrap.op_tests(folder.name))]
+    command += ["--build", folder.name]
     if kind == "thread":
         command += ["--threads", "2"]
     command += args or ["--require-op-cases", *(f"tests/test_{t}.py" for t in TESTS[kind])]

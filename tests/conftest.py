@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--files", type=int, default=300, help="malformed model files")
     parser.addoption("--threads", type=int, default=1, help="threads in the sequences of calls")
     parser.addoption("--tiny", action="store_true", help="leave out what loads a real model")
-    parser.addoption("--op-tests", type=Path, default=bootstrap.op_tests(), help="the binary")
+    parser.addoption("--build", default="local", help="folder in build/; or one of sanitize.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,15 +74,21 @@ def missing_op_cases(config: pytest.Config) -> list[str]:
 @pytest.fixture(scope="session")
 def lib_dir() -> Path:
     """The folder of our libraries."""
-    if not any(bootstrap.LIB_DIR.glob("*llama.*")):
-        pytest.fail("pyinertia/lib has no libraries: run python scripts/bootstrap.py")
-    return bootstrap.LIB_DIR
+    folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or bootstrap.LIB_DIR)
+    if not any(folder.glob("*llama.*")):
+        pytest.fail(f"{folder} has no libraries: run python scripts/bootstrap.py")
+    return folder
 
 
 @pytest.fixture(scope="session")
-def stock_lib_dir() -> Path:
-    """The folder of the libraries of the same source without patches, built with the same flags."""
-    return bootstrap.build_stock_libs()
+def stock_lib_dir(request: pytest.FixtureRequest, lib_dir: Path) -> Path:
+    """The folder of the libraries of the same source without patches, built with the same flags.
+
+    Under a sanitizer they are ours, which a job of stock.py runs without a policy: other flags give
+    other bits, and what a build without patches gives is compared in an ordinary run.
+    """
+    is_local = request.config.getoption("--build") == "local"
+    return bootstrap.build_stock_libs() if is_local else lib_dir
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 
+import bootstrap
 import pytest
 from conftest import OP_CASES
 
@@ -20,7 +21,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("op", EXPECTED)
 def test_op_equals_its_reference(op: str, request: pytest.FixtureRequest) -> None:
-    binary = request.config.getoption("--op-tests")
+    binary = bootstrap.op_tests(request.config.getoption("--build"))
     if not binary.is_file():
         pytest.fail("not built: run python scripts/test.py")
     command = [str(binary), "test", "-b", "CPU", "-o", op]

@@ -50,8 +50,8 @@ def lib(lib_dir):
 
 
 @pytest.fixture(scope="module")
-def host(lib):
-    path = bootstrap.cuda_host_library()
+def host(lib, request):
+    path = bootstrap.cuda_host_library(request.config.getoption("--build"))
     if not path.is_file():
         pytest.fail("not built: run python scripts/test.py")
     return CudaHost(ctypes.CDLL(str(path)))
