@@ -36,9 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--tiny"):
-        real = [item for item in items if {"smollm2", "gemma3"} & set(item.fixturenames)]
+        real = [item for item in items if takes_real_model(item)]
         config.hook.pytest_deselected(items=real)
         items[:] = [item for item in items if item not in real]
+
+
+def takes_real_model(item: pytest.Item) -> bool:
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(name in params or name in item.fixturenames for name in ("smollm2", "gemma3"))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
