@@ -49,7 +49,7 @@ def run(kind: str, args: list[str]) -> int:
     """Run the tests with what was built; returns pytest's exit code."""
     folder = build(kind)
     command = [sys.executable, "-m", "pytest", "--tiny", "-p", "no:cacheprovider"]
-    command += ["--build", folder.name]
+    command += ["--build", folder.name, "--capture=sys"]  # a finding is written as it ends all
     if kind == "thread":
         command += ["--threads", "2"]
     command += args or ["--require-op-cases", *(f"tests/test_{t}.py" for t in TESTS[kind])]

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <typeinfo>
 
 //
@@ -26,15 +27,28 @@ static uint64_t get_n_min(const llama_kv_evict_params & p) {
     return (uint64_t) p.n_sink + std::max(1u, p.n_recent) + p.n_refresh;
 }
 
+// what a caller in C put there: a value that the enum does not have must not be read as one
+template <typename T>
+static int get_int(const T & value) {
+    int res;
+    static_assert(sizeof(res) == sizeof(value), "enums are ints");
+    memcpy(&res, &value, sizeof(res));
+    return res;
+}
+
 static std::string check_params(const llama_kv_evict_params & p) {
-    if (p.scorer < LLAMA_KV_SCORER_NONE || p.scorer > LLAMA_KV_SCORER_LEARNED) {
-        return format("scorer = %d is not known", (int) p.scorer);
+    const int scorer      = get_int(p.scorer);
+    const int aggregation = get_int(p.aggregation);
+    const int heads       = get_int(p.heads);
+
+    if (scorer < LLAMA_KV_SCORER_NONE || scorer > LLAMA_KV_SCORER_LEARNED) {
+        return format("scorer = %d is not known", scorer);
     }
-    if (p.aggregation < LLAMA_KV_AGGREGATION_EMA || p.aggregation > LLAMA_KV_AGGREGATION_MEAN) {
-        return format("aggregation = %d is not known", (int) p.aggregation);
+    if (aggregation < LLAMA_KV_AGGREGATION_EMA || aggregation > LLAMA_KV_AGGREGATION_MEAN) {
+        return format("aggregation = %d is not known", aggregation);
     }
-    if (p.heads < LLAMA_KV_HEADS_MEAN || p.heads > LLAMA_KV_HEADS_MAX) {
-        return format("heads = %d is not known", (int) p.heads);
+    if (heads < LLAMA_KV_HEADS_MEAN || heads > LLAMA_KV_HEADS_MAX) {
+        return format("heads = %d is not known", heads);
     }
     // written so that NaN fails
     if (!(p.beta >= 0.0f && p.beta < 1.0f)) {
