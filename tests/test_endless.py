@@ -17,7 +17,7 @@ from pyinertia.loading import n_ctx_train
 pytestmark = pytest.mark.slow  # 40,960 tokens of a real model, twice
 
 N_BUDGET, N_BATCH, N_SINK = 512, 256, 4
-N_WINDOWS, N_SCORED = 20, 64  # each window is a prompt, and tokens whose likelihood counts
+N_WINDOWS, N_SCORED = 20, 256  # each window is a prompt, and tokens whose likelihood counts
 
 
 class Streaming(Llama):
