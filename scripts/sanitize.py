@@ -68,6 +68,7 @@ def environment(kind: str, folder: Path) -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:exitcode=99",
         "UBSAN_OPTIONS": f"print_stacktrace=1:{common}",
         "TSAN_OPTIONS": common,
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads are not instrumented
     }
 
 

@@ -118,6 +118,15 @@ def test_a_state_of_more_cells(tiny, expected):
     small.eval(TOKENS[150:160])
 
 
+@pytest.mark.parametrize("cell", [0, BUDGET - 1])
+def test_a_position_below_zero(state, used, expected, cell):
+    raw = bytearray(state.llama_state)
+    at = 4 + len("llama") + 8 + 12 * cell
+    raw[at : at + 4] = (-2).to_bytes(4, "little", signed=True)
+    message = "llama.cpp does not accept its cells"
+    refused(used, foreign(state, bytes(raw)), ValueError, message, expected)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
