@@ -51,7 +51,7 @@ def run(kind: str, args: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "--tiny", "-p", "no:cacheprovider"]
     command += ["--build", folder.name, "--capture=sys"]  # a finding is written as it ends all
     if kind == "thread":
-        command += ["--threads", "2"]
+        command += ["--threads", "2", "--sequences", "60"]
     command += args or ["--require-op-cases", *(f"tests/test_{t}.py" for t in TESTS[kind])]
     return subprocess.call(command, cwd=bootstrap.ROOT, env=environment(kind, folder))
 
