@@ -212,9 +212,8 @@ def _set_cells(llm: Llama, data: bytes, n_tokens: int) -> str:
     if llm._kv_refusal:
         return ""
     pos = llm.kv_cells()["pos"].astype(np.int64)
-    # llama.cpp takes positions as they come
-    is_sound = np.all(np.diff(pos) > 0) and (pos[0] >= 0 if pos.size else True)
-    if not is_sound or int(pos[-1] if pos.size else -1) != n_tokens - 1:
+    # llama.cpp takes positions from 0 on as they come
+    if not np.all(np.diff(pos) > 0) or int(pos[-1] if pos.size else -1) != n_tokens - 1:
         return "its cells have impossible positions"
     if llm.kv_stats().n_used != pos.size:
         return "it has cells of other sequences"
