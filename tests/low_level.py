@@ -23,6 +23,7 @@ class Context:
         n_ctx: int = 512,
         n_ubatch: int = 512,
         n_threads: int = 1,
+        type_k: int = 0,
         watch: Callable[[int], None] | None = None,
     ) -> None:
         """n_ctx: per sequence; watch(tensor) is called for every node that is computed."""
@@ -31,7 +32,8 @@ class Context:
         params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx * n_seq, n_seq, unified
         params.n_threads = params.n_threads_batch = n_threads
         params.n_ubatch = n_ubatch
-        params.type_k = params.type_v = 0  # f32: batched and alone agree but for rounding
+        # f32: batched and alone agree but for rounding
+        params.type_k, params.type_v = type_k, 0
         if watch:
             self.watch = lc.ggml_backend_sched_eval_callback(lambda t, ask, _: watch(t) or not ask)
             params.cb_eval = self.watch

@@ -21,6 +21,7 @@ import pytest
 import tiny_models
 from first_layer import FirstLayer
 from helpers import logits, positions
+from llama_cpp.llama_speculative import LlamaDraftModel
 from low_level import Context
 from states import TOKENS, load
 
@@ -308,6 +309,32 @@ def test_ctrl_c_while_positions_are_renumbered(tiny):
         ids = llm._input_ids.tolist()
         layer.check({pos: ids[pos] for pos in positions(llm)}, bytes(state))
     assert n_lines > 10
+
+
+class Wrong(LlamaDraftModel):
+    """Guesses that are never right."""
+
+    def __call__(self, input_ids, /, **kwargs):
+        return np.full(5, 256, np.intc)  # BOS
+
+
+def test_ctrl_c_while_guesses_leave(tiny):
+    """What n_tokens counts is in the cells, whenever it came."""
+    llm = load(tiny, kv_policy=POLICY, draft_model=Wrong())
+
+    def generate() -> None:
+        with closing(llm.generate(TOKENS[:100], temp=0.0)) as stream:
+            list(islice(stream, 3))
+
+    for n_lines in range(1, 100):
+        llm.reset()
+        if not interrupted(generate, n_lines, within="_drop_drafted"):
+            break
+        assert set(range(100, llm.n_tokens)) <= set(positions(llm)), n_lines
+        n_held = llm.n_tokens
+        llm.eval(TOKENS[:1])
+        assert positions(llm)[-1] == n_held
+    assert n_lines > 3
 
 
 CHILD = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -25,18 +26,23 @@ import resource, sys
 from pathlib import Path
 
 import numpy as np
-from pyinertia import KVPolicy, Llama, PolicyError
+from pyinertia import KVPolicy, Llama, PolicyError, _native
+
+import llama_cpp
+from low_level import Context
 
 MIB = 1 << 20
 small = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
 policy = KVPolicy(n_budget=300, n_sink=2, n_recent=8)
 tokens = np.random.default_rng(0).integers(0, 256, 3000).tolist()
 
+def n_pages():
+    return int(Path("/proc/self/statm").read_text().split()[0])
+
 def limit(n_more=None):
     n_bytes = resource.RLIM_INFINITY
     if n_more is not None:
-        n_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        n_bytes += n_more
+        n_bytes = n_pages() * resource.getpagesize() + n_more
     resource.setrlimit(resource.RLIMIT_AS, (n_bytes, resource.RLIM_INFINITY))
 
 def load(**kwargs):
@@ -59,12 +65,15 @@ expected = answer(first)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
+    # heads of 64: the positions of quantised keys can change
+    return tiny_models.write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf", n_head=2)
 
 
 def run(tiny, code: str) -> str:
     env = os.environ | {"GGML_NO_BACKTRACE": "1", "OPENBLAS_NUM_THREADS": "1"}
-    env |= {"MALLOC_MMAP_THRESHOLD_": "16384"}  # what was freed before is no reserve
+    env |= {"PYTHONPATH": str(Path(__file__).parent)}
+    # what was freed before is no reserve
+    env |= {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", START + code, str(tiny)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -126,3 +135,64 @@ for kwargs in (wide, wide | {"flash_attn": True, "type_k": 8}, wide | {"logits_a
 print(n_failed)
 """
     assert int(run(tiny, code)) > 0
+
+
+def test_an_engine_that_finds_no_memory(tiny):
+    """The context serves as before, and takes an engine once there is memory."""
+    code = """
+plain, n_failed = answer(load(kv_policy=None)), 0
+for n_more in [0, *(1 << n for n in range(10, 24))]:
+    llm = load(kv_policy=None)
+    limit(n_more)
+    text = _native.attach(llm.ctx, policy, True)
+    limit()
+    n_failed += bool(text)
+    assert not text or "graphs" in text or "memory" in text, text
+    assert answer(llm) == (plain if text else expected), n_more
+    llm.reset()
+    assert _native.attach(llm.ctx, policy, True) == ""
+    assert answer(llm) == expected, n_more
+    llm.close()
+print(n_failed)
+"""
+    assert int(run(tiny, code)) > 0
+
+
+def test_gaps_that_are_closed_without_memory(tiny):
+    """The next batch rotates the keys; copies that were pending, and later ones, keep scores."""
+    code = """
+params = llama_cpp.llama_model_default_params()
+model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
+small = KVPolicy(n_budget=48, n_sink=2, n_recent=8, n_window=8, n_pool=3)
+
+def play(n_more):
+    context = Context(model, small, n_seq=3, n_ctx=4096, n_ubatch=8, type_k=8)
+    memory = llama_cpp.llama_get_memory(context.ctx)
+    context.decode({0: tokens[:200]})
+    for token in tokens[200:210]:
+        context.decode({0: [token]})
+    llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+    limit(n_more)
+    n_before = n_pages()
+    _native.close_gaps(context.ctx, 0, 1)
+    grown = n_pages() > n_before
+    limit()
+    llama_cpp.llama_memory_seq_cp(memory, 0, 2, -1, -1)
+    n_past = llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1
+    context.n_past = [n_past, 210, n_past]
+    context.decode({0: tokens[210:211], 1: tokens[210:211], 2: tokens[210:211]})
+    rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context.ctx), shape=(3, 258)).copy()
+    seen = [context.cells(s) for s in range(3)]
+    llama_cpp.llama_free(context.ctx)
+    return grown, seen, rows
+
+grown, expected, logits = play(None)
+assert grown
+assert all(cells.size == small.n_budget and cells["score"].max() > 0 for cells in expected)
+assert (expected[0] == expected[2]).all() and (expected[0]["pos"] < expected[1]["pos"]).any()
+for n_more in (0, 1 << 16, 1 << 20):
+    grown, seen, rows = play(n_more)
+    assert not grown and (rows == logits).all(), n_more
+    assert all((a == b).all() for a, b in zip(seen, expected)), n_more
+"""
+    run(tiny, code)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +102,22 @@ def test_loading_in_threads_keeps_stdout(tiny):
         for job in [pool.submit(load_some) for _ in range(4)]:
             job.result()
     assert streams() == before
+
+
+def test_a_redirection_that_fails_stops_no_other(tiny, monkeypatch):
+    """Nobody waits for what a load without file descriptors began."""
+
+    def no_descriptors(_) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as few:
+        few.setattr(os, "dup", no_descriptors)
+        with pytest.raises(OSError, match="Too many open files"):
+            Llama(tiny, **CONTEXT)
+    other = threading.Thread(target=lambda: Llama(tiny, **CONTEXT).close(), daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive()
 
 
 # the end of a model

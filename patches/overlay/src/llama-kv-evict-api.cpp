@@ -274,13 +274,21 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
 
     const auto evict = std::make_shared<llama_kv_evict>(*kv, params);
 
-    // build the graphs again, now with the hook
     const auto before  = kv->evict;
     const auto cparams = ctx.cparams;
-    const auto reserve = [&](std::shared_ptr<llama_kv_evict> engine) {
+
+    // build the graphs again, with or without the hook; the old ones go first: there may be no memory for both
+    const auto reserve = [&](std::shared_ptr<llama_kv_evict> engine) -> std::string {
         kv->evict = std::move(engine);
+        ctx.synchronize();
+        ctx.sched.reset();
         ctx.sched_need_reserve = true;
-        ctx.sched_reserve();
+        try {
+            ctx.sched_reserve();
+        } catch (const std::exception & err) {
+            return format("its graphs cannot be reserved: %s", err.what()); // the next batch tries again
+        }
+        return "";
     };
 
     // some models choose their RoPE factors by the positions of a context
@@ -288,11 +296,7 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     ctx.cparams.n_ctx_seq = std::max(n_ctx_seq, kv->get_size());
     ctx.cparams.n_ctx     = ctx.cparams.n_ctx_seq*ctx.n_seq_max();
 
-    try {
-        reserve(evict);
-    } catch (const std::exception & err) {
-        msg = err.what();
-    }
+    msg = reserve(evict);
 
     for (const auto & layer : kv->layers) {
         const bool has_attention = layer.il < kv->hparams.n_layer() && kv->hparams.n_head_kv(layer.il) > 0;
@@ -305,8 +309,7 @@ std::string llama_kv_evict::attach(llama_context & ctx, llama_kv_evict_params pa
     if (!msg.empty()) {
         ctx.cparams.n_ctx     = cparams.n_ctx;
         ctx.cparams.n_ctx_seq = cparams.n_ctx_seq;
-        kv->evict = before;
-        ctx.sched_need_reserve = true; // by the next batch: here it could fail again
+        reserve(before);
         return msg;
     }
 
@@ -374,6 +377,8 @@ static bool reported(char * err, size_t n_err, F f) {
     std::string msg;
     try {
         msg = f();
+    } catch (const std::bad_alloc &) {
+        msg = "there is no memory for it";
     } catch (const std::exception & e) {
         msg = e.what();
     }

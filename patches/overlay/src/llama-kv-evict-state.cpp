@@ -372,11 +372,12 @@ std::vector<llama_pos> llama_kv_evict::close_gaps(llama_context & lctx, llama_se
     auto * abort_callback = lctx.abort_callback;
     lctx.set_abort_callback(nullptr, lctx.abort_callback_data);
     try {
+        lctx.sched_reserve();
         lctx.memory_update(true);
-        n_copied = 0; // pending copies were applied, too
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: the next batch rotates the keys: %s\n", __func__, err.what());
     }
+    n_copied = kv.sc_info.ssrc.size(); // all were taken over, those that are still pending too
     lctx.set_abort_callback(abort_callback, lctx.abort_callback_data);
 
     return old;
