@@ -226,6 +226,42 @@ def gemma3() -> Path:
     return path
 
 
+# -- CUDA -------------------------------------------------------------------------------------
+
+
+def nvcc() -> str | None:
+    """The CUDA compiler, in PATH or in the toolkit's usual folder."""
+    home = Path(os.environ.get("CUDA_PATH", "/usr/local/cuda"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path=str(home / "bin"))
+
+
+def cuda_includes() -> list[str]:
+    """Where nvcc finds what is not its own: the headers of cuBLAS, for toolkits without them."""
+    compiler = nvcc()
+    if not compiler:
+        return []
+    probe = [compiler, "-E", "-x", "cu", "-o", os.devnull, "-"]
+    source = "#include <cublas_v2.h>"
+    if not subprocess.run(probe, input=source, text=True, capture_output=True).returncode:
+        return []
+    text = subprocess.run([compiler, "--version"], text=True, capture_output=True).stdout
+    found = re.search(r"release ((\d+)\.\d+)", text)
+    if not found:
+        raise BootstrapError(f"{compiler} --version names no release: {text}")
+    release, major = found[1], int(found[2])
+    package = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
+    folder = BUILD / f"cublas-{release}"
+    if not folder.is_dir():
+        say(f"fetching the headers of cuBLAS {release}")
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        pip("install", "--no-deps", "--target", str(part), f"{package}=={release}.*")
+        for library in part.rglob("*.so*"):
+            library.unlink()  # 600 MB that nothing here links
+        part.rename(folder)
+    return [str(header.parent) for header in folder.rglob("cublas_v2.h")]
+
+
 # -- running things ---------------------------------------------------------------------------
 
 

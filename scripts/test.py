@@ -30,6 +30,7 @@ def main() -> int:
     bootstrap.build_stock_libs()
     bootstrap.smollm2()
     bootstrap.gemma3()
+    bootstrap.cuda_includes()
     built = time.monotonic()
     args = sys.argv[1:]
     complete = not args or args == ["--slow"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,34 +11,17 @@ import pytest
 
 ARCHITECTURES = (80, 89, 90)
 GGML = bootstrap.ROOT / "vendor" / "llama.cpp" / "ggml"
-CUBLAS = bootstrap.BUILD / "cublas"  # of the package nvidia-cublas, where the toolkit has none
-
-
-def nvcc() -> str | None:
-    home = os.environ.get("CUDA_PATH", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
 
 @pytest.fixture(scope="module")
 def compiler() -> list[str]:
     """nvcc, with upstream's flags and every warning an error."""
-    if not (found := nvcc()):
+    if not (found := bootstrap.nvcc()):
         pytest.skip("nvcc is not found")
     flags = [found, "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda"]
     flags += ["-Werror=all-warnings", "-DGGML_CUDA_USE_GRAPHS", "-DGGML_CUDA_NO_VMM"]
     flags += ["-DGGML_SCHED_MAX_COPIES=4", f"-I{GGML / 'include'}", f"-I{GGML / 'src'}"]
-    headers = next(iter(sorted(CUBLAS.rglob("cublas_v2.h"))), None)
-    if headers:
-        flags.append(f"-I{headers.parent}")
-    probe = [*flags, "-E", "-x", "cu", "-o", os.devnull, "-"]
-    if subprocess.run(
-        probe, input="#include <cublas_v2.h>", text=True, capture_output=True
-    ).returncode:
-        pytest.skip(
-            "the headers of cuBLAS are not found: pip install --no-deps --target build/cublas "
-            "nvidia-cublas==13.0.*"
-        )
-    return flags
+    return flags + [f"-I{folder}" for folder in bootstrap.cuda_includes()]
 
 
 def compile_for(compiler: list[str], source: str, architecture: int, out: Path, *extra: str) -> str:
