@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import bootstrap
+import hypothesis
 import pytest
 import tiny_models
 
@@ -32,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[OP_CASES] = {}
+    if config.getoption("--build") != "local":  # with a sanitizer each takes 20 times as long
+        hypothesis.settings.register_profile("sanitizer", max_examples=20)
+        hypothesis.settings.load_profile("sanitizer")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

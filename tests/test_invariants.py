@@ -69,7 +69,6 @@ def run(path, policy: KVPolicy, turns: list[tuple[int, list[int]]], n_batch: int
 
 
 @settings(
-    max_examples=120,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
