@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -179,6 +180,21 @@ def test_a_deleted_model_is_gone_at_once(tiny, lora, kind, use):
         assert model.model is None
     finally:
         gc.enable()
+
+
+AT_EXIT = """
+import atexit, sys
+atexit.register(lambda: print("closed" if llm._model.model is None else "open"))  # runs last
+from pyinertia import Llama
+llm = Llama(sys.argv[1], n_ctx=512, n_threads=1, verbose=False)
+"""
+
+
+def test_a_model_that_is_open_at_the_end_is_closed(tiny):
+    """Before Python takes its own parts down: llama.cpp's log goes through them."""
+    command = [sys.executable, "-c", AT_EXIT, str(tiny)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="memory is read from /proc")
