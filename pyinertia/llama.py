@@ -20,6 +20,7 @@ from pyinertia.loading import (
     n_ctx_train,
     refuse_unservable,
     warn_budget,
+    warn_gpu,
 )
 from pyinertia.policy import MAX_COUNT, KVPolicy, resolve_policy
 from pyinertia.positions import KV_POSITIONS
@@ -136,6 +137,7 @@ class Llama(Evaluation):
             self.close()
             raise
         warn_budget(self.kv_policy, self._n_positions)
+        warn_gpu(kwargs.get("n_gpu_layers", 0))
         self._attach()
         if kv_positions == "compact":
             self._check_compact()

@@ -89,6 +89,17 @@ def warn_budget(policy: KVPolicy, n_ctx: int) -> None:
         warnings.warn(f"a KV budget of {budget} cells {reason}", UserWarning, stacklevel=3)
 
 
+def warn_gpu(n_gpu_layers: int) -> None:
+    """Warn of layers for a GPU that is not there; llama.cpp computes them on the CPU."""
+    if n_gpu_layers and not llama_cpp.llama_supports_gpu_offload():
+        warnings.warn(
+            f"n_gpu_layers={n_gpu_layers}: no GPU is found, the CPU computes all layers; the "
+            "command pyinertia lists the devices",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def choice(name: str, value: object, known: tuple[object, ...]) -> None:
     """Raise PolicyError unless the value is one of the known ones."""
     if value not in known:

@@ -11,6 +11,7 @@ import signal
 from dataclasses import fields
 from pathlib import Path
 
+import llama_cpp
 import pages
 import pytest
 import tiny_models
@@ -118,6 +119,13 @@ def test_run_says_what_the_model_says(tiny):
     done = call("run", "-m", tiny, *ONE, "-n", 40, "Once upon a time")
     assert done.stdout == expected + "\n"
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="there is a GPU")
+def test_run_tells_that_there_is_no_gpu_for_its_layers(tiny):
+    done = call("run", "-m", tiny, *ONE, "-ngl", -1, "-n", 1, "some words")
+    assert "note: n_gpu_layers=-1: no GPU is found" in done.stderr
+    assert "note:" not in call("run", "-m", tiny, *ONE, "-n", 1, "some words").stderr
 
 
 def test_run_uses_the_chat_template_and_no_chat_does_not(tiny_chat):

@@ -39,6 +39,7 @@ def play(llm) -> tuple[list[int], np.ndarray]:
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:n_gpu_layers")
 def test_whole_layers_anywhere_are_served(path, kwargs):
     """Partial offload, layer split and a cache on the CPU: the same tokens and cells."""
     tokens, cells = play(load(path, flash_attn=True, **kwargs))
@@ -46,6 +47,13 @@ def test_whole_layers_anywhere_are_served(path, kwargs):
     assert tokens == expected_tokens
     assert np.array_equal(cells["pos"], expected_cells["pos"])
     np.testing.assert_allclose(cells["score"], expected_cells["score"], rtol=1e-3)
+
+
+@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="there is a GPU")
+def test_layers_for_a_gpu_that_is_not_there_are_warned_of(path):
+    with pytest.warns(UserWarning, match="n_gpu_layers=-1: no GPU is found, the CPU computes"):
+        load(path, n_gpu_layers=-1)
+    load(path, n_gpu_layers=0)  # any other warning is an error here
 
 
 @pytest.mark.parametrize("name", ["row", "tensor"])

@@ -420,20 +420,31 @@ def test_a_question_can_be_named_before_its_prompt(run, tmp_path, monkeypatch):
 
     def recorded(self, text):
         kv_query(self, text)
-        asked.append(text)
+        asked.append((text, self.n_batch))
 
     monkeypatch.setattr(Llama, "kv_query", recorded)
-    policies = "inertiakv/bounded,inertiakv/bounded/query,inertiakv/query"
-    args = ["--policies", policies, "--samples", 1, "--no-plots", "--out", tmp_path]
-    output = run(*NEEDLES, *args)
-    assert len(asked) == 2
-    assert all(text.startswith("What is the secret number of") for text in asked)
+    one, own, other = (f"inertiakv/bounded{end}" for end in ("", "/query", "/query=Which numbers?"))
+    args = ["--policies", f"{one},{own},{other},inertiakv/query", "-b", 256]
+    output = run(*NEEDLES, *args, "--samples", 1, "--no-plots", "--out", tmp_path)
+    texts = sorted(text for text, _ in asked)
+    assert texts[2:] == ["Which numbers?"] * 2
+    assert all(text.startswith("What is the secret number of") for text in texts[:2])
+    assert {n_batch for _, n_batch in asked} == {256}
     assert "kv_query needs kv_prefill='bounded'" in " ".join(output.split())
     rows = json.loads((tmp_path / "ruler.json").read_text())["rows"]
     assert {row["arm"]: row["n_cells"] for row in rows[1:]} == {
-        "inertiakv/bounded 256": 256,
-        "inertiakv/bounded/query 256": 256,
+        f"{one} 256": 256,
+        f"{own} 256": 256,
+        f"{other} 256": 256,
     }
+
+
+def test_a_question_that_is_too_long_refuses_its_policy_alone(run, tmp_path):
+    args = ["--policies", "inertiakv/bounded/query,inertiakv/bounded", "-b", 128]
+    output = run(*NEEDLES, *args, "--samples", 1, "--no-plots", "--out", tmp_path)
+    assert "more than half of n_batch, 64" in " ".join(output.split())
+    rows = json.loads((tmp_path / "ruler.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["full", "inertiakv/bounded 256"]
 
 
 def test_an_interrupt_keeps_what_was_measured(run, tmp_path, monkeypatch):

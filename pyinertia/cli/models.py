@@ -66,8 +66,7 @@ def open_model(
 
     if not model.verbose:
         native_log.silence()
-    # about the default budget there is nothing that the user could mend
-    with warnings_as_notes(silent=kv.kv_budget is None):
+    with warnings_as_notes(of_budget=kv.kv_budget is not None):
         try:
             llm = Llama(
                 path,
@@ -105,10 +104,15 @@ def in_flags(error: PolicyError) -> str:
 
 
 @contextmanager
-def warnings_as_notes(silent: bool) -> Iterator[None]:
-    """Show the library's warnings as lines of their own, or not at all."""
+def warnings_as_notes(of_budget: bool) -> Iterator[None]:
+    """Show the library's warnings as lines of their own, those of the budget only if wanted.
+
+    About the default budget there is nothing that the user could mend.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if silent else "always", UserWarning)
+        warnings.simplefilter("always", UserWarning)
+        if not of_budget:
+            warnings.filterwarnings("ignore", "a KV budget", UserWarning)
         warnings.showwarning = lambda message, *_: say(f"note: {message}")
         yield
 

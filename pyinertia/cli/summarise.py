@@ -200,7 +200,7 @@ def main(
         sink = sinks.open_sink(form, out, journal, paths)
         stack.callback(sink.close)
         meter = stack.enter_context(Meter(sum(source.n_bytes for source in sources), quiet))
-        stack.enter_context(warnings_as_notes(silent=kv.kv_budget is None))
+        stack.enter_context(warnings_as_notes(of_budget=kv.kv_budget is not None))
         pile = Pile(sources, sink, meter, journal, settings)
         stopped = False
         try:

@@ -20,13 +20,14 @@ class Arm:
         name: How the user wrote the policy.
         budget: Cells, or a share of the prompt. None: the full cache.
         policy: The policy at that budget.
-        query: Whether the question is named before its prompt enters (`Llama.kv_query`).
+        query: The question that is named before the prompt enters (`Llama.kv_query`). True: the
+            sample's own.
     """
 
     name: str
     budget: int | float | None
     policy: KVPolicy
-    query: bool = False
+    query: str | bool = False
 
     @property
     def label(self) -> str:
@@ -73,7 +74,8 @@ def parse_budgets(text: str) -> list[int | float]:
 def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     """Return the arms, the full cache first, and those that cannot run.
 
-    A policy that ends with `/query` has the question named before its prompt enters.
+    A policy that ends with `/query` has the question named before its prompt enters, one that ends
+    with `/query=TEXT` that text, which has no comma.
 
     Raises:
         CommandError: A policy cannot be read.
@@ -82,11 +84,11 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     """
     arms, refusals = [FULL_ARM], []
     sizes = parse_budgets(budgets)
-    named: dict[tuple[KVPolicy, bool], str] = {}
+    named: dict[tuple[KVPolicy, str | bool], str] = {}
     for name in split_names(policies):
         if name == FULL:
             continue
-        text, query = name.removesuffix(QUERY), name.endswith(QUERY)
+        text, query = _split_query(name)
         for budget in sizes:
             try:
                 policy = parse_policy(text, budget)
@@ -109,3 +111,12 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
         msg = f"there is nothing to compare with the full cache: {reason}"
         raise EvalError(msg)
     return arms, refusals
+
+
+def _split_query(name: str) -> tuple[str, str | bool]:
+    text, found, rest = name.partition(QUERY)
+    if found and not rest:
+        return text, True
+    if rest.startswith("=") and rest[1:].strip():
+        return text, rest[1:].strip()
+    return name, False

@@ -51,13 +51,13 @@ class Models:
         """The model under an arm, whose cache is empty or has the start of the prompt.
 
         Raises:
-            PolicyError: The policy cannot run on this model.
+            PolicyError: The policy cannot run on this model, or a question is too long for it.
         """
         if arm.query or arm.policy.prefill != "full":
             llm = self._open(arm)
             llm.reset()
             if arm.query:
-                llm.kv_query(_question(llm, sample))
+                _name(llm, _question(llm, sample) if arm.query is True else arm.query)
             return llm
         llm = self._open(FULL_ARM)
         if self._start is None or self._start[0] != sample.sha256:
@@ -77,10 +77,12 @@ class Models:
 
             settings = self._settings
             with warnings.catch_warnings(), _explained(settings):
-                warnings.simplefilter("ignore", UserWarning)  # the report has its own notes
+                warnings.filterwarnings("ignore", "a KV budget")  # the report has its own notes
                 llm = Llama(
                     settings.model,
                     n_ctx=settings.length,
+                    n_batch=settings.n_batch,
+                    n_ubatch=min(settings.n_batch, 512),
                     n_threads=settings.n_threads,
                     n_threads_batch=settings.n_threads,
                     n_gpu_layers=settings.n_gpu_layers,
@@ -116,6 +118,13 @@ def _question(llm: Llama, sample: Sample) -> str:
         msg = f"{sample.task} asks no question that could be named; leave {QUERY} out"
         raise PolicyError(msg)
     return llm.detokenize(list(sample.prompt[first:last])).decode(errors="replace")
+
+
+def _name(llm: Llama, question: str) -> None:
+    try:
+        llm.kv_query(question)
+    except ValueError as error:  # its length
+        raise PolicyError(str(error)) from error
 
 
 def _attach(llm: Llama, policy: KVPolicy) -> None:

@@ -27,8 +27,9 @@ class Options:
         str,
         typer.Option(
             metavar="NAMES",
-            help="Policies, separated by commas. NAME/bounded or NAME/FIELD=VALUE changes one. "
-            "The full cache always runs.",
+            help="Policies, separated by commas. NAME/bounded or NAME/FIELD=VALUE changes one; "
+            "NAME/bounded/query names a sample's question first, NAME/bounded/query=TEXT that "
+            "text. The full cache always runs.",
         ),
     ] = "inertiakv,score-free,streaming-llm,random"
     budgets: Annotated[
@@ -58,6 +59,15 @@ class Options:
         int,
         typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="as many as CPUs"),
     ] = n_cpus()
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "-b",
+            "--batch-size",
+            min=1,
+            help="n_batch: what a bounded prefill evaluates between two cuts.",
+        ),
+    ] = 512
     n_gpu_layers: Annotated[
         int, typer.Option("-ngl", "--n-gpu-layers", help="Layers on the GPU, -1 for all.")
     ] = 0

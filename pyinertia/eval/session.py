@@ -94,6 +94,7 @@ def settings_of(options: Options, extra: dict[str, Any]) -> Settings:
         flash_attn=options.flash_attn == "on",
         type_k=options.cache_type_k,
         type_v=options.cache_type_v,
+        n_batch=options.batch_size,
         extra=extra,
     )
 

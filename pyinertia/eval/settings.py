@@ -25,6 +25,7 @@ class Settings:
     flash_attn: bool = True
     type_k: str = "f16"
     type_v: str = "f16"
+    n_batch: int = 512
     extra: dict[str, Any] = field(default_factory=dict)
 
     def identity(self, evaluation: str, arm: Arm, item: Item, sample_sha256: str) -> dict[str, Any]:
@@ -47,5 +48,6 @@ class Settings:
             "flash_attn": self.flash_attn,
             "type_k": self.type_k,
             "type_v": self.type_v,
+            "n_batch": self.n_batch,
             "pyinertia": pyinertia.__version__,
         }
