@@ -141,7 +141,7 @@ def _load(settings: ModelSettings, kv_positions: str) -> Any:
     plain = loader.llama_cpp
     loader.llama_cpp = SimpleNamespace(**{**vars(llama_cpp), "Llama": Loaded})
     try:
-        with warnings_as_notes(silent=settings.kv_budget is None):
+        with warnings_as_notes(of_budget=settings.kv_budget is not None):
             return upstream.LlamaProxy.load_llama_from_model_settings(settings)
     except ValueError as error:
         if "create llama_context" not in str(error):
