@@ -23,7 +23,8 @@ class EngineCalls(llama_cpp.Llama):
     kv_policy: KVPolicy
     _kv_refusal: str
     _kv_arguments: dict[str, Any]
-    _kv_query_tokens: list[int]
+    _kv_query_tokens: list[int] | None  # None: a prompt's own end
+    _kv_ending: list[int]
     _kv_closed: Closed
 
     @property
@@ -100,17 +101,19 @@ class EngineCalls(llama_cpp.Llama):
         of its last n_window tokens ranks the cells; it leaves again before the next batch.
 
         Args:
-            text: The question, in the words of the prompt. None: no question from here on.
+            text: The question, in the words of the prompt. None, as at the start: the last 64
+                tokens of each prompt that `generate` evaluates in several batches. "": none, cells
+                are ranked by the batches so far.
 
         Raises:
             PolicyError: The policy's prefill is not "bounded", its scorer does not look at queries,
                 or the model is a hybrid, whose recurrent part cannot take the question back.
-            ValueError: The question is empty, or longer than half of n_batch, or than n_ubatch in
-                a model with sliding windows.
+            ValueError: The question is longer than half of n_batch, or than n_ubatch in a model
+                with sliding windows.
         """
         self._kv_ctx()
-        if text is None:
-            self._kv_query_tokens = []
+        if not text:
+            self._kv_query_tokens = None if text is None else []
             return
         if not self._kv_bounded:
             msg = f"kv_query needs kv_prefill='bounded', {self._kv_named()} prefills whole prompts"
@@ -125,9 +128,6 @@ class EngineCalls(llama_cpp.Llama):
             msg = "kv_query cannot run on a hybrid model; put the question before the document"
             raise PolicyError(msg)
         tokens = self.tokenize(text.encode(), add_bos=False, special=True)
-        if not tokens:
-            msg = f"kv_query: {text!r} has no tokens; give a question, or None for none"
-            raise ValueError(msg)
         n_most, name = self.n_batch // 2, "half of n_batch"
         if llama_cpp.llama_model_n_swa(self.model) and n_most > self.context_params.n_ubatch:
             # a second ubatch would take cells from the window that the next token needs
@@ -139,6 +139,10 @@ class EngineCalls(llama_cpp.Llama):
             )
             raise ValueError(msg)
         self._kv_query_tokens = tokens
+
+    def _question(self) -> list[int]:
+        """What cuts within a prompt are ranked by: what was named, or the prompt's own end."""
+        return self._kv_ending if self._kv_query_tokens is None else self._kv_query_tokens
 
     def _kv_ctx(self) -> int:
         self._check_open()

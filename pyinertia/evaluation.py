@@ -11,8 +11,11 @@ from typing import Any
 from pyinertia import _native
 from pyinertia.binding import llama_cpp
 from pyinertia.drafts import without_guesses
+from pyinertia.policy import QUERY_SCORERS
 from pyinertia.positions import DECODE, PROMPT, Positions
 from pyinertia.reuse import Closed, n_reused
+
+N_QUESTION = 64  # tokens of a prompt's end that say what it asks
 
 
 class Evaluation(Positions):
@@ -52,8 +55,8 @@ class Evaluation(Positions):
         self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
         if not self._kv_refusal:
             _native.prompt(self.ctx, 0, len(tokens) if phase == PROMPT else 0)
-            if phase == PROMPT and self._kv_query_tokens:
-                tokens = self._eval_probed(tokens)
+            if phase == PROMPT and (question := self._question()):
+                tokens = self._eval_probed(tokens, question)
         if phase == DECODE and len(tokens) > 1 and not self._logits_all:
             self._eval_drafted(tokens)
         else:
@@ -64,18 +67,25 @@ class Evaluation(Positions):
             self._requires_eval = True  # until the logits are those of the last token again
             super().eval(tokens[start : start + self.n_batch])
 
-    def _eval_probed(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _ending(self, tokens: list[int]) -> list[int]:
+        """The end of a prompt that enters in several cuts, which would else not know it."""
+        may_ask = self._kv_bounded and self.kv_policy.scorer in QUERY_SCORERS
+        if not may_ask or self._is_hybrid or len(tokens) <= self.n_batch:
+            return []
+        n = min(N_QUESTION, self.n_batch // 4, self.context_params.n_ubatch // 2)
+        return tokens[len(tokens) - n :]
+
+    def _eval_probed(self, tokens: Sequence[int], question: Sequence[int]) -> Sequence[int]:
         """Evaluate all but the last token, each batch followed by the question; return the rest."""
-        query = self._kv_query_tokens
-        n_step = self.n_batch - len(query)  # one batch's room holds both
+        n_step = self.n_batch - len(question)  # one batch's room holds both
         for start in range(0, len(tokens) - 1, n_step):
             self._eval_batches(tokens[start : min(start + n_step, len(tokens) - 1)])
             self._requires_eval = True
-            if not _native.probe(self.ctx, 0, len(query)):
-                msg = "the engine does not take the question; kv_query(None) goes on without it"
+            if not _native.probe(self.ctx, 0, len(question)):
+                msg = "the engine does not take the question; kv_query('') goes on without it"
                 raise RuntimeError(msg)
             try:
-                self._batch.set_batch(batch=query, n_past=self.n_tokens, logits_all=False)
+                self._batch.set_batch(batch=question, n_past=self.n_tokens, logits_all=False)
                 self._ctx.decode(self._batch)
             finally:
                 _native.probe(self.ctx, 0, 0)
@@ -115,28 +125,26 @@ class Evaluation(Positions):
             tokens = self._reuse(tokens)
         elif not self._kv_closes:
             self._check_room(len(tokens) + self.n_tokens)
-        if self.n_tokens + len(tokens) > self._n_positions:
-            # the parent counts on n_tokens, so the gaps are closed before it looks
-            self._kv_phase = PROMPT
-            try:
-                self._eval_parts(tokens[:-1], PROMPT)
-                self._close_gaps(1)
-            finally:
-                self._kv_phase = None
-            tokens = tokens[-1:]
         call.arguments["reset"] = False
         phase = PROMPT
         due: list[int] | None = tokens
         self._kv_sampler = None
         try:
+            self._kv_ending = self._ending(tokens)
+            if self.n_tokens + len(tokens) > self._n_positions:
+                # the parent counts on n_tokens, so the gaps are closed before it looks
+                self._kv_phase = PROMPT
+                self._eval_parts(tokens[:-1], PROMPT)
+                self._close_gaps(1)
+                due = tokens[-1:]
             while due is not None:
                 call.arguments["tokens"] = due
                 due = yield from self._generate_here(call, phase)
                 phase = DECODE
         except (Exception, KeyboardInterrupt):
-            self._kv_phase = self._kv_n_certain = (
-                None  # also where Ctrl-C came between a phase and its end
-            )
+            # also where Ctrl-C came between a phase and its end
+            self._kv_phase = self._kv_n_certain = None
+            self._kv_ending = []
             raise
 
     def _generate_here(
@@ -158,6 +166,7 @@ class Evaluation(Positions):
                         return None
                     finally:
                         self._kv_phase = self._kv_n_certain = None
+                        self._kv_ending = []
                     phase = DECODE
                     reply = yield token
                     if self._kv_closes and n_certain + 1 > self._n_positions:

@@ -98,7 +98,8 @@ class Llama(Evaluation):
             "kv_prefill": kv_prefill,
         }
         self._kv_arguments = {**policy, "kv_reuse": kv_reuse, "kv_positions": kv_positions}
-        self._kv_query_tokens: list[int] = []
+        self._kv_query_tokens: list[int] | None = None
+        self._kv_ending: list[int] = []
         self._kv_closed = Closed()
         self._kv_sampler: Any = None
         self._kv_adapter = ""

@@ -76,7 +76,7 @@ class Positions(Drafts):
 
     def _eval_parts(self, tokens: Sequence[int], phase: str) -> None:
         """Evaluate more tokens than there are positions: before each batch gaps are closed."""
-        n_query = len(self._kv_query_tokens) if phase == PROMPT else 0
+        n_query = len(self._question()) if phase == PROMPT else 0
         n_step = self.n_batch - n_query
         before, self._kv_phase = self._kv_phase, phase
         try:

@@ -46,9 +46,6 @@ def by_hand(path: Path, text: str, n_predict: int = N_PREDICT, **policy: Any) ->
         flash_attn=True, verbose=False, **policy,
     )  # fmt: skip
     tokens = llm.tokenize(text.encode(), special=True)
-    if policy.get("kv_prefill") == "bounded" and len(tokens) > N_BATCH:
-        # as `run` does; bytes are tokens
-        llm.kv_query(text.strip().encode()[-64:].decode(errors="ignore"))
     with closing(llm.generate(tokens, temp=0)) as stream:
         cells = [llm.kv_cells() for _ in islice(stream, n_predict + 1)]
     llm.close()

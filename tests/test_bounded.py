@@ -194,6 +194,39 @@ def test_a_query_ranks_the_cuts_and_leaves_again(tiny, scorer):
     assert set(kept[None]) != set(kept[text])
 
 
+def test_a_prompt_of_several_batches_names_its_own_end(tiny, monkeypatch):
+    """As if that had been named; `eval`, which cannot know the end, and "" name nothing."""
+    probe, probes = _native.probe, []
+
+    def count(ctx, seq_id, n_tokens):
+        probes.append(n_tokens)
+        return probe(ctx, seq_id, n_tokens)
+
+    monkeypatch.setattr(_native, "probe", count)
+    kept = {}
+    for query in (None, "", "named"):
+        llm = small(tiny)
+        text = "which one was it"
+        end = llm.tokenize(text.encode(), add_bos=False)
+        assert len(end) == 16  # a quarter of a batch of 64, which is less than 64 tokens
+        prompt = [*TOKENS[:984], *end]
+        llm.kv_query(text if query == "named" else query)
+        next(llm.generate(prompt, temp=0.0))
+        kept[query] = positions(llm)
+        assert bool(probes) == (query != "")
+        probes.clear()
+        llm.eval(TOKENS[1000:1100])  # two batches, of which nobody says that they are all
+        assert bool(probes) == (query == "named")
+        probes.clear()
+    assert kept[None] == kept["named"]
+    assert kept[""] != kept[None]
+    blind = small(tiny)
+    blind.eval(prompt)
+    assert positions(blind) == kept[""]
+    next(small(tiny).generate(TOKENS[:64], temp=0.0))
+    assert not probes
+
+
 def test_a_query_does_not_change_the_logits_of_a_prompt_that_fits(tiny):
     out = []
     for query in (None, "which one"):
@@ -265,8 +298,6 @@ def test_query_errors(tiny):
     llm = small(tiny)
     with pytest.raises(ValueError, match="40 tokens are more than half of n_batch, 32"):
         llm.kv_query("x" * 40)
-    with pytest.raises(ValueError, match="'' has no tokens; give a question, or None"):
-        llm.kv_query("")
     for scorer in ("recency", *KEY_SCORERS):
         with pytest.raises(
             PolicyError, match=r"\(attention, value-norm, entropy, learned\), kv_policy="

@@ -217,6 +217,7 @@ def test_generated_tokens_are_those_of_single_steps(tiny):
 
 def test_a_bounded_prompt_of_many_contexts(tiny):
     llm, parts = load(tiny, kv_policy=BOUNDED), load(tiny, kv_policy=BOUNDED)
+    llm.kv_query("")  # the question's tokens would count
     answer = list(islice(llm.generate(TOKENS[: 5 * N_CTX], temp=0.0), 20))
     assert len(answer) == 20
     assert llm.n_tokens <= N_CTX
@@ -241,6 +242,7 @@ def test_a_named_question_ranks_an_endless_prompt(tiny):
 
 def test_a_chat_without_end_keeps_its_system_message(tiny):
     llm = load(tiny, kv_policy=BOUNDED, kv_budget=96, chat_format="chatml")
+    llm.kv_query("")  # the question's tokens would count
     grammar = llama_cpp.LlamaGrammar.from_string("root ::= [a-z]{60}", verbose=False)
     messages = [{"role": "system", "content": "Be short."}]
     head, n_evaluated = b"<|im_start|>system\nBe short.", []

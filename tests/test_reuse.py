@@ -174,6 +174,7 @@ def letters() -> llama_cpp.LlamaGrammar:
 def test_a_chat_of_fifty_turns_starts_over_never(tiny):
     """In this model a byte is a token, so what a turn must evaluate can be counted by hand."""
     llm = load(tiny, n_ctx=8192, kv_budget=96, kv_prefill="bounded", chat_format="chatml")
+    llm.kv_query("")  # the question's tokens would count
     system = "You like letters and nothing else."
     messages = [{"role": "system", "content": system}]
     n_system = len(f"<|im_start|>system\n{system}") + 1  # BOS

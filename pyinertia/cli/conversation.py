@@ -80,7 +80,6 @@ class Conversation:
         """
         message = {"role": "user", "content": text}
         prompt = self._prompt(message)
-        memory.name_question(self._llm, text, len(prompt) - len(self.tokens))
         answer = self.answer = Generation(self._llm, prompt, self._sampling, self.template.stop)
         self.tokens = []  # not known while the cache is being filled
         spoken: list[str] = []

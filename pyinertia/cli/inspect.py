@@ -64,14 +64,14 @@ def main(
     kv: KVOptions,
 ) -> None:
     """Check, run, show."""
-    text, question = read_prompt(None, file)
+    text = read_prompt(None, file)
     check_system(system, chat)
     writers = _writers(html, png, [path for path in (file, model.model) if path])
     from pyinertia.cli.models import open_model
 
     llm = open_model(model, context, kv, sampling)
     try:
-        tokens = prompt_tokens(llm, text, question, system, chat)
+        tokens = prompt_tokens(llm, text, system, chat)
         recording = _record(llm, tokens, sampling, kv.kv_policy)
     finally:
         llm.close()

@@ -8,13 +8,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyinertia.errors import CommandError, PolicyError
-from pyinertia.policy import MAX_COUNT, QUERY_SCORERS
+from pyinertia.policy import MAX_COUNT
 
 if TYPE_CHECKING:
     from pyinertia.cli.template import ChatTemplate
     from pyinertia.llama import Llama
-
-N_QUESTION = 64  # tokens of a prompt's end that say what it asks
 
 
 class Span(NamedTuple):
@@ -76,19 +74,3 @@ def protect(llm: Llama, template: ChatTemplate, system: str | None) -> None:
             f"{least + 256}, or shorten it"
         )
         raise CommandError(msg) from error
-
-
-def name_question(llm: Llama, text: str, n_new: int) -> None:
-    """Tell a bounded prefill what a prompt will ask: the end of a text.
-
-    Does nothing where a question has no meaning. A prompt of n_new tokens that is one batch asks
-    its question in it.
-    """
-    policy = llm.kv_policy
-    if policy.prefill != "bounded" or policy.scorer not in QUERY_SCORERS or llm._is_hybrid:
-        return
-    n_most = min(N_QUESTION, llm.n_batch // 4, llm.context_params.n_ubatch // 2)
-    if n_new <= llm.n_batch:
-        n_most = 0
-    end = llm.tokenize(text.encode(), add_bos=False)[-n_most:] if n_most else []
-    llm.kv_query(llm.detokenize(end).decode(errors="ignore") or None)

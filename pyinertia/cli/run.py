@@ -85,7 +85,7 @@ def main(
     if text is not None and prompt is not None:
         msg = "the prompt is there twice, as an argument and as -p; leave one out"
         raise CommandError(msg)
-    whole, question = read_prompt(text if text is not None else prompt, file)
+    whole = read_prompt(text if text is not None else prompt, file)
     check_system(system, chat)
     from pyinertia.cli import memory
     from pyinertia.cli.generation import Generation
@@ -93,7 +93,7 @@ def main(
 
     llm = open_model(model, context, kv, sampling)
     try:
-        tokens = prompt_tokens(llm, whole, question, system, chat)
+        tokens = prompt_tokens(llm, whole, system, chat)
         answer = Generation(llm, tokens, sampling)
         for piece in answer:
             sys.stdout.write(piece)
@@ -115,10 +115,8 @@ def check_system(system: str | None, chat: bool) -> None:
         raise CommandError(msg)
 
 
-def prompt_tokens(
-    llm: Llama, whole: str, question: str, system: str | None, chat: bool
-) -> list[int]:
-    """The prompt as tokens; its system prompt is protected, and what it asks is named.
+def prompt_tokens(llm: Llama, whole: str, system: str | None, chat: bool) -> list[int]:
+    """The prompt as tokens; its system prompt is protected.
 
     Raises:
         CommandError: It does not fit, or the system prompt has no place.
@@ -141,12 +139,11 @@ def prompt_tokens(
             f"{llm._n_ctx:,} positions; pass a larger -c, or let `pyinertia summarise` read it"
         )
         raise CommandError(msg)
-    memory.name_question(llm, question, len(tokens))
     return tokens
 
 
-def read_prompt(text: str | None, file: Path | None) -> tuple[str, str]:
-    """The whole prompt, and the part of it that asks.
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """The whole prompt, what is asked of a file at its end.
 
     Raises:
         CommandError: There is none, or it is empty.
@@ -161,7 +158,7 @@ def read_prompt(text: str | None, file: Path | None) -> tuple[str, str]:
     if not whole.strip():
         msg = "the prompt is empty; pass some text"
         raise CommandError(msg)
-    return whole, parts[-1].strip()
+    return whole
 
 
 def _file_text(file: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pyinertia.errors import EvalError, PolicyError
 from pyinertia.policy import POLICIES, KVPolicy
@@ -20,14 +21,14 @@ class Arm:
         name: How the user wrote the policy.
         budget: Cells, or a share of the prompt. None: the full cache.
         policy: The policy at that budget.
-        query: The question that is named before the prompt enters (`Llama.kv_query`). True: the
-            sample's own.
+        query: What is named before the prompt enters (`Llama.kv_query`), a text or None. True: the
+            sample's own question.
     """
 
     name: str
     budget: int | float | None
     policy: KVPolicy
-    query: str | bool = False
+    query: str | Literal[True] | None = None
 
     @property
     def label(self) -> str:
@@ -75,7 +76,7 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     """Return the arms, the full cache first, and those that cannot run.
 
     A policy that ends with `/query` has the question named before its prompt enters, one that ends
-    with `/query=TEXT` that text, which has no comma.
+    with `/query=TEXT` that text, which has no comma, or no text.
 
     Raises:
         CommandError: A policy cannot be read.
@@ -84,7 +85,7 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     """
     arms, refusals = [FULL_ARM], []
     sizes = parse_budgets(budgets)
-    named: dict[tuple[KVPolicy, str | bool], str] = {}
+    named: dict[tuple[KVPolicy, str | Literal[True] | None], str] = {}
     for name in split_names(policies):
         if name == FULL:
             continue
@@ -113,10 +114,10 @@ def parse_arms(policies: str, budgets: str) -> tuple[list[Arm], list[Refusal]]:
     return arms, refusals
 
 
-def _split_query(name: str) -> tuple[str, str | bool]:
+def _split_query(name: str) -> tuple[str, str | Literal[True] | None]:
     text, found, rest = name.partition(QUERY)
     if found and not rest:
         return text, True
-    if rest.startswith("=") and rest[1:].strip():
+    if rest.startswith("="):
         return text, rest[1:].strip()
-    return name, False
+    return name, None

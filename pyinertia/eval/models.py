@@ -53,10 +53,10 @@ class Models:
         Raises:
             PolicyError: The policy cannot run on this model, or a question is too long for it.
         """
-        if arm.query or arm.policy.prefill != "full":
+        if arm.query is not None or arm.policy.prefill != "full":
             llm = self._open(arm)
             llm.reset()
-            if arm.query:
+            if arm.query is not None:
                 _name(llm, _question(llm, sample) if arm.query is True else arm.query)
             return llm
         llm = self._open(FULL_ARM)

@@ -29,7 +29,7 @@ class Options:
             metavar="NAMES",
             help="Policies, separated by commas. NAME/bounded or NAME/FIELD=VALUE changes one; "
             "NAME/bounded/query names a sample's question first, NAME/bounded/query=TEXT that "
-            "text. The full cache always runs.",
+            "text, or none. The full cache always runs.",
         ),
     ] = "inertiakv,score-free,streaming-llm,random"
     budgets: Annotated[

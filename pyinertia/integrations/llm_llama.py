@@ -7,7 +7,6 @@ from contextlib import closing
 from typing import Any
 
 from pyinertia.bench.machine import n_cpus
-from pyinertia.cli import memory
 from pyinertia.cli.options import KVOptions
 from pyinertia.errors import PolicyError
 from pyinertia.llama import Llama
@@ -44,9 +43,6 @@ class PromptedLlama(Llama):
             messages: The whole chat, the new message last.
             **settings: Those of `create_chat_completion`, where they are not `SAMPLING`.
         """
-        unread = messages[-1:] if self.n_tokens else messages
-        n_new = sum(len(self.tokenize(one["content"].encode())) for one in unread)
-        memory.name_question(self, messages[-1]["content"], n_new)
         if self._kv_closes:  # without an end of positions an answer needs one of its own
             settings.setdefault("max_tokens", self.n_ctx())
         chunks = self.create_chat_completion(messages, stream=True, **{**SAMPLING, **settings})

@@ -62,7 +62,7 @@ class _Answer:
         self._queue: Queue = state.queue
         self._metrics: Metrics = state.metrics
         self._settings: ServerSettings = state.settings
-        self._turn = Turn(question=body.question)
+        self._turn = Turn()
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None: the end
         self._started = asyncio.Event()

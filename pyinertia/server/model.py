@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp.server.model as upstream
 
 from pyinertia.binding import llama_cpp
-from pyinertia.cli import memory, native_log
+from pyinertia.cli import native_log
 from pyinertia.cli.group import say
 from pyinertia.cli.models import warnings_as_notes
 from pyinertia.errors import CommandError, PolicyError
@@ -86,8 +86,6 @@ class ServedLlama(Llama):
         rest = super()._reuse(prompt)
         self.turn.n_prompt, self.turn.n_cached = len(prompt), len(prompt) - len(rest)
         self._n_gone = self._n_kept_and_gone()[1]
-        if self.kv_policy.evicts:
-            memory.name_question(self, self.turn.question, len(rest))
         return rest
 
     def _n_kept_and_gone(self) -> tuple[int, int]:

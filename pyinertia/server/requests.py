@@ -51,11 +51,6 @@ class CompletionRequest(CreateCompletionRequest):
             self.prompt = prompt[0]  # type: ignore[assignment]
         return self
 
-    @property
-    def question(self) -> str:
-        """What says, at its end, what is asked."""
-        return self.prompt if isinstance(self.prompt, str) else ""
-
 
 class DeveloperMessage(TypedDict):
     """What newer clients call a system message."""
@@ -85,11 +80,3 @@ class ChatRequest(CreateChatCompletionRequest):
             if message["role"] == "developer":
                 message["role"] = "system"  # templates know no other
         return self
-
-    @property
-    def question(self) -> str:
-        """What says, at its end, what is asked."""
-        content: Any = self.messages[-1].get("content") or ""
-        if isinstance(content, str):
-            return content
-        return "".join(part.get("text", "") for part in content)

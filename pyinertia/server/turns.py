@@ -23,7 +23,6 @@ class Turn:
     """What one request has of the model.
 
     Attributes:
-        question: The end of the prompt says what it asks; a bounded prefill looks after that.
         n_most: Tokens that may be generated, None for as many as the model wants.
         cancelled: Whether nobody waits for the answer any more.
         n_prompt: Tokens of the prompt.
@@ -36,7 +35,6 @@ class Turn:
         t_decode: Seconds from the first token on.
     """
 
-    question: str = ""
     n_most: int | None = None
     cancelled: bool = False
     n_prompt: int = 0
