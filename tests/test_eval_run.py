@@ -21,9 +21,10 @@ from pyinertia import POLICIES, Llama
 from pyinertia.cli import app
 from pyinertia.errors import EvalError
 from pyinertia.eval.arms import parse_arms
+from pyinertia.eval.later import make_sample
 from pyinertia.eval.models import N_END, Models
 from pyinertia.eval.passages import Passages
-from pyinertia.eval.play import step_time, teacher_forced
+from pyinertia.eval.play import answer, step_time, teacher_forced
 from pyinertia.eval.settings import Settings
 from pyinertia.eval.store import Store
 from pyinertia.eval.vocabulary import Vocabulary
@@ -263,8 +264,8 @@ def test_what_a_result_depends_on_is_measured_again(tiny, tmp_path, monkeypatch)
 
 def test_answers_of_changed_data_are_measured_again(run, tmp_path):
     args = ["ruler", "--no-plots", "--tasks", "qa_1", "--samples", 1, "--length", 600, *ARMS]
-    for answer in ("Ten", "Six"):  # the prompt is the same
-        question = {"question": "How many?", "answers": [{"text": answer}]}
+    for word in ("Ten", "Six"):  # the prompt is the same
+        question = {"question": "How many?", "answers": [{"text": word}]}
         paragraph = {"context": "Ten or six.", "qas": [question]}
         (tmp_path / "qa.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
         run(*args, "--qa", tmp_path / "qa.json", "--out", tmp_path)
@@ -303,6 +304,24 @@ def test_the_time_of_a_step_has_its_share_of_scored_ones():
     assert step_time([*steps, 1, 1], 4) == (1 + 1 + 9 + 1) / 4  # a period that is not whole
     assert step_time(steps[:-5], 4) is None  # 7 steps
     assert step_time(steps[:11], 1) == 3
+
+
+@pytest.mark.parametrize("task", ["after_300", "second_question"])
+def test_later_answers_go_on_from_the_whole_conversation(run, tiny, tmp_path, task):
+    run("later", "--tasks", task, "--length", 900, "--samples", 1, *ARMS, "--out", tmp_path)
+    results = {json.loads(k)["policy"]: r for k, r in records(tmp_path / "later.jsonl").items()}
+    assert set(results) == {"full", "inertiakv", "streaming-llm"}
+    assert [results[name]["n_cells"] for name in results if name != "full"] == [256, 256]
+
+    sample = make_sample(task, Vocabulary(tiny), length=900, seed=0, index=0)
+    whole = replace(
+        sample,
+        prompt=sample.prompt + sample.continuation + sample.next_prompt,
+        continuation=(),
+        next_prompt=(),
+    )
+    llm = Llama(tiny, n_ctx=900, n_threads=1, flash_attn=True, verbose=False)
+    assert results["full"]["tokens"] == answer(llm, whole)["tokens"]
 
 
 def test_agreement_with_itself_is_whole(run, tmp_path):

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from pyinertia.errors import EvalError
-from pyinertia.eval import agreement, ruler
+from pyinertia.eval import agreement, later, ruler
 from pyinertia.eval.datasets import hotpotqa, squad
 from pyinertia.eval.draft import fit
 from pyinertia.eval.vocabulary import Vocabulary
@@ -196,6 +196,40 @@ def test_needles_of_agree_go_through_the_depths(vocabulary):
     found = agreement.evaluation(vocabulary, items, length=1500, seed=0)
     depths = [found.sample(item).depths[0] for item in items]
     assert depths == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.05)
+
+
+@pytest.mark.parametrize(("name", "n_given"), [("after_300", 300), ("after_1000", 1000)])
+def test_a_number_is_asked_for_before_a_long_text_and_told_after_it(vocabulary, name, n_given):
+    sample = later.make_sample(name, vocabulary, length=1500, seed=0, index=0)
+    played = len(sample.prompt) + len(sample.continuation)
+    assert 1480 < played + sample.n_predict <= 1500
+    assert sample.next_prompt == ()
+    (answer,), ((start, end),) = sample.answers, sample.answer_spans
+    prompt, given = vocabulary.decode(sample.prompt), vocabulary.decode(sample.continuation)
+    key = re.search(r"the secret number of (\S+) in the text above\?", prompt)[1]
+    fact = vocabulary.decode(sample.prompt[start:end])
+    assert fact.strip().lower().removeprefix("the ") == f"secret number of {key} is {answer}."
+    assert answer not in given
+    text, told = given.rsplit("\n\n", 1)
+    assert told == f"In the text above, the secret number of {key} is"
+    assert n_given - 5 <= len(vocabulary.encode(text)) <= n_given
+
+
+def test_the_second_question_is_about_another_number(vocabulary):
+    sample = later.make_sample("second_question", vocabulary, length=900, seed=0, index=0)
+    parts = (sample.prompt, sample.continuation, sample.next_prompt)
+    assert 880 < sum(map(len, parts)) + sample.n_predict <= 900
+    prompt, given, asked = (vocabulary.decode(part) for part in parts)
+    hidden = dict(re.findall(r"The secret number of (\S+) is (\d{7})\.", prompt))
+    assert len(hidden) == 4
+    first = re.search(r"number of (\S+) in the text above\?", prompt)[1]
+    second = re.search(r"number of (\S+) in the text above\?", asked)[1]
+    assert first != second
+    assert given == f"In the text above, the secret number of {first} is {hidden[first]}."
+    assert asked.endswith(f"In the text above, the secret number of {second} is")
+    assert sample.answers == (hidden[second],)
+    ((start, end),) = sample.answer_spans
+    assert f"{second} is {hidden[second]}." in vocabulary.decode(sample.prompt[start:end])
 
 
 def test_without_the_prefix_the_answer_is_the_models_own(make, vocabulary):

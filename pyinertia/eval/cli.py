@@ -178,6 +178,29 @@ def agree(options: Options, tasks: Tasks = "all") -> None:
     )
 
 
+@command(app, "later", length=2048)
+def later(options: Options, tasks: Tasks = "all") -> None:
+    """A fact that is told after 300 or 1,000 tokens of answer, and one asked for second.
+
+    The answer before it is given, so that all policies play the same. Its tokens count in --length.
+    """
+    from pyinertia.eval import later as talks
+    from pyinertia.eval import report, session
+    from pyinertia.eval.scored import all_items
+
+    names = choose(tasks, list(talks.TASKS))
+    session.perform(
+        options,
+        lambda vocabulary: talks.evaluation(
+            vocabulary,
+            all_items(names, options.samples),
+            length=options.length,
+            seed=options.seed,
+        ),
+        report.scores(names),
+    )
+
+
 @command(
     app,
     "overlap",

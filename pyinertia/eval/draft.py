@@ -34,7 +34,7 @@ class Draft:
     def text(self, vocabulary: Vocabulary, with_prefix: bool = True) -> str:
         """The whole prompt, in the model's chat template."""
         message = f"{self.intro}\n\n{self.context}\n\n{self.question}"
-        return vocabulary.chat(message, self.answer_prefix if with_prefix else "")
+        return vocabulary.chat(message, answer_prefix=self.answer_prefix if with_prefix else "")
 
 
 def fit(size: Callable[[int], int], limit: int, least: int) -> int | None:

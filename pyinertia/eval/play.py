@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,8 @@ def answer(
 ) -> dict[str, Any]:
     """Answer greedily, until the model ends it, or `done` does.
 
-    The cache may have the start of the prompt.
+    A continuation is played first, and the next prompt evaluated. The cache may have the start of
+    the prompt.
 
     Returns:
         The answer (`tokens`, `text`), the mean of the seconds per token once cells were cut
@@ -32,7 +34,7 @@ def answer(
     """
     tokens: list[int] = []
     steps: list[float] = []
-    stream = llm.generate(list(sample.prompt), temp=0.0)
+    stream = _greedy(llm, sample)
     while True:
         start = time.perf_counter()
         token = next(stream, None)
@@ -48,6 +50,20 @@ def answer(
         "t_token": step_time(steps, llm.kv_policy.n_refresh),
         **cache(llm, sample),
     }
+
+
+def _greedy(llm: Llama, sample: Sample) -> Iterator[int]:
+    if not sample.continuation:
+        yield from llm.generate(list(sample.prompt), temp=0.0)
+        return
+    for _ in teacher_forced(llm, sample):
+        pass
+    if sample.next_prompt:
+        llm.eval(list(sample.next_prompt))
+    while True:
+        token = llm.sample(temp=0.0)
+        yield token
+        llm.eval([token])
 
 
 def step_time(steps: Sequence[float], n_refresh: int) -> float | None:
@@ -84,7 +100,8 @@ def teacher_forced(llm: Llama, sample: Sample) -> Iterator[npt.NDArray[np.float3
     Yields:
         Logits [n_vocab] for every token of the continuation, from all tokens before it.
     """
-    llm.eval(list(sample.prompt[llm.n_tokens :]))
+    with closing(llm.generate(list(sample.prompt), temp=0.0)) as stream:
+        next(stream)
     for token in sample.continuation:
         yield np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
         llm.eval([token])

@@ -25,6 +25,7 @@ class Sample:
             where no one place holds them.
         continuation: Tokens that follow the prompt in the text, where text is played and not
             generated.
+        next_prompt: Tokens of a further prompt after them.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Sample:
     question_span: tuple[int, int] = (0, 0)
     answer_spans: tuple[tuple[int, int], ...] = ()
     continuation: tuple[int, ...] = field(default=(), repr=False)
+    next_prompt: tuple[int, ...] = ()
 
     @property
     def sha256(self) -> str:

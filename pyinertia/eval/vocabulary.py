@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pyinertia.vocabulary import open_vocabulary  # first: it decides which library llama_cpp gets
 
@@ -59,12 +60,21 @@ class Vocabulary:
         """Text of tokens."""
         return bytes(self._model.detokenize(list(tokens))).decode(errors="replace")
 
-    def chat(self, message: str, answer_prefix: str = "") -> str:
-        """The message in the model's chat template, if it has one, and the start of the answer."""
+    def chat(self, *messages: str, answer_prefix: str = "") -> str:
+        """Messages in the model's chat template, if it has one, and the start of the answer.
+
+        Args:
+            messages: The user's, the model's, and so on by turns, up to one of the user.
+            answer_prefix: What the answer starts with.
+        """
         if self._formatter is None:
-            return f"{message}\n{answer_prefix}"
+            return "\n".join((*messages, answer_prefix))
+        turns: list[Any] = [
+            {"role": ("user", "assistant")[i % 2], "content": message}
+            for i, message in enumerate(messages)
+        ]
         try:
-            prompt = self._formatter(messages=[{"role": "user", "content": message}]).prompt
+            prompt = self._formatter(messages=turns).prompt
         except Exception as error:  # whatever a template of somebody else's does
             msg = f"the chat template of {self.path} fails: {error}; pass --no-chat"
             raise EvalError(msg) from error
