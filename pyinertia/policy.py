@@ -98,7 +98,8 @@ class KVPolicy:
             - "last": `s <- m` (TOVA, arXiv 2401.06104).
             - "max": `s <- max(s, m)`.
             - "mean": the mean of the cell's rows so far, the first ranking counts as one.
-        beta: Memory of the EMA, in [0, 1).
+        beta: Memory of the EMA per decode step, in [0, 1). A row n steps after the last scored one
+            is taken in with beta^n.
         lambda_: Tilt of the layer weights, in (0, 1]. 1 weighs all layers alike, less favours the
             late ones. None means 0.042^(1/L), which is 0.9 at 30 layers. Fixed by beta under
             "coupled".
@@ -132,14 +133,14 @@ class KVPolicy:
     scorer_file: str | None = None
     heads: str = "mean"
     aggregation: str = "ema"
-    beta: float = 0.95
+    beta: float = 0.99
     lambda_: float | None = None
     layer_weights: tuple[float, ...] | None = None
     n_budget: int | float = 1024
     n_sink: int = 4
     n_recent: int = 32
     n_window: int = 16
-    n_pool: int = 7
+    n_pool: int = 21
     n_refresh: int = 1
     frozen: bool = False
     prefill: str = "full"
@@ -322,12 +323,12 @@ POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
         "streaming-llm": KVPolicy(scorer="recency"),
         "h2o": KVPolicy(aggregation="sum", lambda_=1.0),
         "tova": KVPolicy(aggregation="last", lambda_=1.0, n_window=0, n_pool=1),
-        "snapkv": KVPolicy(lambda_=1.0, n_window=32, frozen=True),
+        "snapkv": KVPolicy(lambda_=1.0, n_window=32, n_pool=7, frozen=True),
         "value-norm": KVPolicy(scorer="value-norm"),
         "entropy": KVPolicy(scorer="entropy"),
         "keydiff": KVPolicy(scorer="keydiff"),
         "key-norm": KVPolicy(scorer="key-norm"),
-        "learned": KVPolicy(scorer="learned", aggregation="last"),
+        "learned": KVPolicy(scorer="learned", aggregation="last", n_pool=7),
         "random": KVPolicy(scorer="random"),
     }
 )

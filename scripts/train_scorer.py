@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/train_scorer.py model.gguf -o my.npz
 
-and then KVPolicy(scorer="learned", aggregation="last", scorer_file="my.npz").
+and then replace(POLICIES["learned"], scorer_file="my.npz").
 
 Windows of text are played token by token. The engine itself computes the features of each cell:
 once the whole prompt was ranked, and at later steps in a cache that was cut to the budget. What is
@@ -26,6 +26,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pyinertia  # first: it finds the library
-from pyinertia import KVPolicy, Llama, _native
+from pyinertia import POLICIES, Llama, _native
 from pyinertia.eval.statistics import log_softmax, spearman
 from pyinertia.eval.text import article
 from pyinertia.learned import ARRAYS, FEATURES, LearnedScorer
@@ -120,7 +121,7 @@ class Recorder:
         self.options = options
         scorer_file = folder / "neutral.npz"
         NEUTRAL.write(scorer_file)
-        make = partial(KVPolicy, scorer="learned", aggregation="last", scorer_file=str(scorer_file))
+        make = partial(replace, POLICIES["learned"], scorer_file=str(scorer_file))
         self.policy = make(n_budget=options.budget)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the size of the budget

@@ -56,7 +56,7 @@ def test_it_equals_removal_from_a_stock_cache_of_that_size(smollm2, stock_lib_di
 
 
 def test_a_cut_within_the_prompt_is_ranked_by_the_queries_so_far(smollm2, stock_lib_dir):
-    """max over the last n_window queries of both batches, each averaged over 4 n_pool + 1."""
+    """max over the last n_window queries of both batches, each averaged over n_pool."""
     policy = replace(POLICY, lambda_=0.9)
     llm = Llama(
         smollm2, n_ctx=1024, n_batch=N_BATCH, n_threads=2, verbose=False, kv_policy=policy
@@ -73,7 +73,7 @@ def test_a_cut_within_the_prompt_is_ranked_by_the_queries_so_far(smollm2, stock_
     mass = stock.run(stock_lib_dir, **run)["attention"].mean(axis=2, dtype=np.float64)
     weights = 0.9 ** np.arange(mass.shape[1] - 1, -1, -1.0)
     rows = np.einsum("l,tlc->tc", weights / weights.sum(), mass)
-    score, side = np.zeros(N_CELLS), 2 * policy.n_pool
+    score, side = np.zeros(N_CELLS), policy.n_pool // 2
     for i, n in enumerate((N_BATCH, N_CELLS)):
         row = rows[i * policy.n_window : (i + 1) * policy.n_window].max(axis=0)
         pooled = [row[max(0, c - side) : min(n, c + side + 1)].mean() for c in range(n)]

@@ -418,7 +418,7 @@ def test_policies_can_be_changed():
     ("one", "other", "same"),
     [
         ("h2o", "h2o/beta=0.5", True),
-        ("inertiakv/last", "tova/lambda_=None/n_window=16/n_pool=7", True),
+        ("inertiakv/last", "tova/lambda_=None/n_window=16/n_pool=21", True),
         ("streaming-llm", "streaming-llm/heads=max", True),
         ("streaming-llm", "streaming-llm/frozen=True", False),  # generated tokens outrank
         ("random", "random/seed=1", False),

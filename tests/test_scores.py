@@ -133,6 +133,7 @@ def expected(captured: Captured, scorer: str, heads="mean", aggregation="ema") -
 
 def ours(captured: Captured, **policy) -> np.ndarray:
     ids = captured.ids
+    policy = {"beta": 0.95, **policy}
     policy = KVPolicy(n_budget=512, n_window=N_WINDOW, n_pool=N_POOL, **policy)
     llm = Llama(captured.path, n_ctx=512, n_threads=2, verbose=False, kv_policy=policy)
     llm.eval(ids[:N_PROMPT])
@@ -147,7 +148,7 @@ def ours(captured: Captured, **policy) -> np.ndarray:
 @pytest.mark.parametrize("aggregation", ["ema", "sum", "last", "max", "mean"])
 def test_scores_equal_the_method(captured, aggregation, lambda_):
     values = captured.values()
-    score = ours(captured, aggregation=aggregation, beta=0.95, lambda_=lambda_)
+    score = ours(captured, aggregation=aggregation, lambda_=lambda_)
     wanted = method(values, aggregation, 0.95, tilt(values.shape[1], lambda_))
     np.testing.assert_allclose(score, wanted, rtol=1e-3, atol=1e-7)
 
@@ -168,11 +169,24 @@ def test_every_scorer_under_every_aggregation(captured, scorer, heads, aggregati
     np.testing.assert_allclose(score, wanted, rtol=1e-3, atol=1e-7)
 
 
+def test_memory_is_counted_in_steps_not_in_scored_ones(captured):
+    """What every fourth step sees is taken in as if it had been there four times."""
+    values, r = captured.values(), 4
+    weights = tilt(values.shape[1], 0.9)
+    wanted = method(values[: N_WINDOW + 1], "ema", 0.0, weights)
+    rows = np.einsum("l,tlc->tc", weights / weights.sum(), values)[N_WINDOW + 1 :]
+    for m in rows[r - 1 :: r]:
+        for _ in range(r):
+            wanted = 0.9 * wanted + 0.1 * m
+    score = ours(captured, beta=0.9, lambda_=0.9, n_refresh=r)
+    np.testing.assert_allclose(score, wanted, rtol=1e-3, atol=1e-7)
+
+
 def test_lambda_defaults_to_a_tilt_that_does_not_depend_on_depth(captured):
     values = captured.values()
     n_layer = values.shape[1]
     wanted = method(values, "ema", 0.95, tilt(n_layer, 0.042 ** (1 / n_layer)))
-    np.testing.assert_allclose(ours(captured, beta=0.95), wanted, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(ours(captured), wanted, rtol=1e-3, atol=1e-7)
 
 
 def test_layers_can_have_any_weights(captured):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pyinertia.errors import EvalError
 from pyinertia.eval.vocabulary import Vocabulary
@@ -37,6 +38,9 @@ class Draft:
         return vocabulary.chat(message, answer_prefix=self.answer_prefix if with_prefix else "")
 
 
+AnyDraft = TypeVar("AnyDraft", bound=Draft)
+
+
 def fit(size: Callable[[int], int], limit: int, least: int) -> int | None:
     """The largest number of units whose size is within the limit; None if `least` is too many.
 
@@ -64,7 +68,7 @@ def fit(size: Callable[[int], int], limit: int, least: int) -> int | None:
 
 
 def fit_draft(
-    build: Callable[[int], Draft],
+    build: Callable[[int], AnyDraft],
     vocabulary: Vocabulary,
     *,
     what: str,
@@ -72,7 +76,7 @@ def fit_draft(
     n_predict: int,
     least: int,
     with_prefix: bool = True,
-) -> tuple[Draft, list[int], str]:
+) -> tuple[AnyDraft, list[int], str]:
     """Give a draft as many units as fit: the draft, its tokens and its text.
 
     Raises:

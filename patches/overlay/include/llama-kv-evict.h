@@ -66,7 +66,7 @@ extern "C" {
         enum llama_kv_aggregation aggregation;
         enum llama_kv_heads       heads;
 
-        float    beta;         // memory of the EMA, in [0, 1)
+        float    beta;         // memory of the EMA per decode step, in [0, 1)
         float    lambda;       // layer weights w_l ~ lambda^(L-1-l), in (0, 1]; 0 = 0.042^(1/L)
 
         uint32_t n_budget;     // most cells a sequence holds while it decodes, once cut, new ones included

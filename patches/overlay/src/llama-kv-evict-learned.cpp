@@ -150,8 +150,8 @@ const std::vector<float> & llama_kv_evict::predict(uint32_t s, const std::vector
 }
 
 // a decode query
-const std::vector<float> & llama_kv_evict::follow(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw) {
-    const float beta = learned.beta();
+const std::vector<float> & llama_kv_evict::follow(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw, uint32_t n_steps) {
+    const float beta = std::pow((double) learned.beta(), n_steps);
 
     for (size_t i = 0; i < mass.size(); ++i) {
         auto & h = seqs[s].history[i];

@@ -267,15 +267,14 @@ void llama_kv_evict::take_rows(uint32_t s, const std::vector<bool> & seen) {
                 } break;
             case PHASE_DECODE:
                 {
-                    add_mass(s, mass, saw);
+                    add_mass(s, mass, saw, query.n_steps);
                     stats.n_refreshes++;
                 } break;
         }
     }
 
     if (!first.empty()) {
-        // blind to the question: passages rather than words
-        pool(s, first, 2*params.n_pool, &seq_state::interim);
+        pool(s, first, &seq_state::interim);
 
         if (is_learned()) {
             const auto & predicted = predict(s, mass, saw, true);
@@ -308,7 +307,7 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass, const std
     seq.window.clear();
 
     // scores of an earlier prompt stay if they are higher
-    pool(s, first, params.n_pool/2, &seq_state::ranking);
+    pool(s, first, &seq_state::ranking);
 
     if (seq.is_probed) {
         seq.is_probed = false;
@@ -333,8 +332,10 @@ void llama_kv_evict::rank(uint32_t s, const std::vector<float> & mass, const std
     }
 }
 
-// dst = max(dst, mean over the resident positions [pos - n_side, pos + n_side])
-void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float & (seq_state::* dst)(uint32_t)) {
+// dst = max(dst, mean over the resident ones of n_pool neighbouring positions)
+void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, float & (seq_state::* dst)(uint32_t)) {
+    const llama_pos n_side = params.n_pool/2;
+
     const auto & by_pos = kv.v_cells[s].seq_pos_get(s);
 
     // a sliding sum
@@ -356,15 +357,14 @@ void llama_kv_evict::pool(uint32_t s, const std::vector<float> & mass, llama_pos
     }
 }
 
-void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw) {
+void llama_kv_evict::add_mass(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw, uint32_t n_steps) {
     auto & seq = seqs[s];
 
-    float beta = params.beta;
-    if (params.aggregation == LLAMA_KV_AGGREGATION_COUPLED) {
-        beta = std::pow((double) params.beta, n_layer());
-    }
+    // a memory of so many steps, however many of them are scored
+    const double n_updates = params.aggregation == LLAMA_KV_AGGREGATION_COUPLED ? (double) n_steps*n_layer() : n_steps;
+    const float  beta      = std::pow((double) params.beta, n_updates);
 
-    const auto & row = is_learned() ? follow(s, mass, saw) : mass;
+    const auto & row = is_learned() ? follow(s, mass, saw, n_steps) : mass;
 
     for (size_t i = 0; i < row.size(); ++i) {
         float    & score = seq.cells[i].score;

@@ -209,8 +209,8 @@ void llama_kv_evict::begin_seq(uint32_t s, const std::vector<llama_pos> & pos) {
         // a cut should see a fresh row: score when the next step has to cut
         const bool is_full = kv.v_cells[s].seq_pos_get(s).size() + 2*n_new > seq.n_budget;
         if (!params.frozen && (++seq.n_unscored >= params.n_refresh || is_full)) {
-            seq.n_unscored = 0;
             score(s, pos, 0, 1);
+            seq.n_unscored = 0;
         }
     }
 
@@ -227,7 +227,7 @@ void llama_kv_evict::score(uint32_t s, const std::vector<llama_pos> & pos, size_
         if (i > i0 && pos[i] == pos[i - 1]) {
             continue; // the first of them has the row
         }
-        seqs[s].queries.push_back({ pos[i], s*n_rows + (uint32_t) (i - i0) });
+        seqs[s].queries.push_back({ pos[i], s*n_rows + (uint32_t) (i - i0), seqs[s].n_unscored });
     }
 }
 

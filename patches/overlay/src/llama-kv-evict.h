@@ -15,7 +15,7 @@
 //
 //   row       m[t,c] = sum_l w_l mean_h softmax(q[t,h] . k[c])     w_l ~ lambda^(L-1-l), sum 1; L = scored layers
 //   first     s = pool(max over the last n_window prompt queries and the first decode query of m[t,c]); sum: their sum
-//   then      s <- beta s + (1 - beta) m                           or another rule of llama_kv_aggregation
+//   then      s <- b s + (1 - b) m, b = beta^n, n steps after      or another rule of llama_kv_aggregation
 //
 // Other scorers have other rows, see ggml_kv_mass. The learned one keeps EMA and maximum of the mass of each cell and has
 // for a row what it predicts from them (llama-kv-evict-learned.h); EMA and maximum begin with the first ranking.
@@ -32,7 +32,7 @@
 //
 //   prompt    enters whole, nothing is evicted; only its last n_window queries are scored
 //             bounded: each batch makes the room it needs, ranked by the last n_window queries of the batches so far (their
-//             max, averaged over 4 n_pool + 1 positions: they do not know the question), or by those of probes
+//             max, averaged over n_pool positions), or by those of probes
 //   first     the first decode query still sees every cell and is scored
 //   decode    before each batch: scores are updated, the lowest cells leave if the batch would pass n_budget.
 //             With n_refresh = r every r-th step is scored (and the one before a cut), a cut goes down to n_budget - r.
@@ -213,6 +213,7 @@ private:
     struct scored_query {
         llama_pos pos;
         uint32_t  row;
+        uint32_t  n_steps; // decode steps from the scored one before to this one
     };
 
     // how far a sequence has come; a batch that fails, or is taken back before the next, does not count
@@ -262,16 +263,16 @@ private:
 
     void take_rows(uint32_t s, const std::vector<bool> & seen);
     void rank     (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
-    void add_mass (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
+    void add_mass (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw, uint32_t n_steps);
 
     void join(std::vector<float> & dst, const std::vector<float> & mass) const;
-    void pool(uint32_t s, const std::vector<float> & mass, llama_pos n_side, float & (seq_state::* dst)(uint32_t));
+    void pool(uint32_t s, const std::vector<float> & mass, float & (seq_state::* dst)(uint32_t));
 
     // learned scorer
     void take_norms  (uint32_t s, const std::vector<bool> & seen);
     void get_features(uint32_t s, const std::vector<uint32_t> & idxs, bool is_prompt, std::vector<float> & x) const;
     const std::vector<float> & predict(uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw, bool is_prompt);
-    const std::vector<float> & follow (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw);
+    const std::vector<float> & follow (uint32_t s, const std::vector<float> & mass, const std::vector<bool> & saw, uint32_t n_steps);
 
     void begin_seq(uint32_t s, const std::vector<llama_pos> & pos);
     bool is_prompt(uint32_t s, uint32_t n_new) const;
