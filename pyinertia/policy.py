@@ -328,7 +328,7 @@ POLICIES: Mapping[str, KVPolicy] = MappingProxyType(
         "entropy": KVPolicy(scorer="entropy"),
         "keydiff": KVPolicy(scorer="keydiff"),
         "key-norm": KVPolicy(scorer="key-norm"),
-        "learned": KVPolicy(scorer="learned", aggregation="last", n_pool=7),
+        "learned": KVPolicy(scorer="learned", aggregation="last"),
         "random": KVPolicy(scorer="random"),
     }
 )

@@ -48,7 +48,7 @@ PRESETS = {
     "entropy": {"scorer": "entropy"},
     "keydiff": {"scorer": "keydiff"},
     "key-norm": {"scorer": "key-norm"},
-    "learned": {"scorer": "learned", "aggregation": "last", "n_pool": 7},
+    "learned": {"scorer": "learned", "aggregation": "last"},
 }
 
 
