@@ -20,7 +20,7 @@ from pyinertia import KVPolicy, Llama, _native
 from pyinertia.policy import KEY_SCORERS, QUERY_SCORERS
 
 F32, F16, Q8_0 = 0, 1, 8
-SMALL = {"n_budget": 48, "n_sink": 2, "n_recent": 8, "n_window": 8, "n_pool": 3}
+SMALL = {"n_budget": 48, "n_sink": 2, "n_recent": 8, "n_window": 8, "n_pool": 3, "beta": 0.95}
 FUSED = ("attention", "learned")
 TOKENS = np.random.default_rng(0).integers(0, 256, 400).tolist()
 
