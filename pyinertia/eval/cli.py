@@ -162,20 +162,10 @@ def ppl(options: Options, tokens: Tokens = 256, text: Text = None) -> None:
 @command(app, "agree", samples=20)
 def agree(options: Options, tasks: Tasks = "all") -> None:
     """Greedy answers beside the full cache's, and needles found by depth."""
-    from pyinertia.eval import agreement, session
-    from pyinertia.eval.scored import all_items
+    from pyinertia.eval import agreement
 
     names = choose(tasks, agreement.TASKS)
-    session.perform(
-        options,
-        lambda vocabulary: agreement.evaluation(
-            vocabulary,
-            all_items(names, options.samples),
-            length=options.length,
-            seed=options.seed,
-        ),
-        agreement.find,
-    )
+    _answers(options, agreement.evaluation, names, agreement.find)
 
 
 @command(app, "later", length=2048)
@@ -185,19 +175,21 @@ def later(options: Options, tasks: Tasks = "all") -> None:
     The answer before it is given, so that all policies play the same. Its tokens count in --length.
     """
     from pyinertia.eval import later as talks
-    from pyinertia.eval import report, session
-    from pyinertia.eval.scored import all_items
+    from pyinertia.eval import report
 
     names = choose(tasks, list(talks.TASKS))
+    _answers(options, talks.evaluation, names, report.scores(names))
+
+
+def _answers(options: Options, evaluation: Any, names: list[str], find: Any) -> None:
+    from pyinertia.eval import session
+    from pyinertia.eval.scored import all_items
+
+    items = all_items(names, options.samples)
     session.perform(
         options,
-        lambda vocabulary: talks.evaluation(
-            vocabulary,
-            all_items(names, options.samples),
-            length=options.length,
-            seed=options.seed,
-        ),
-        report.scores(names),
+        lambda vocabulary: evaluation(vocabulary, items, length=options.length, seed=options.seed),
+        find,
     )
 
 

@@ -34,8 +34,14 @@ class Draft:
 
     def text(self, vocabulary: Vocabulary, with_prefix: bool = True) -> str:
         """The whole prompt, in the model's chat template."""
-        message = f"{self.intro}\n\n{self.context}\n\n{self.question}"
-        return vocabulary.chat(message, answer_prefix=self.answer_prefix if with_prefix else "")
+        return vocabulary.chat(
+            self.message, answer_prefix=self.answer_prefix if with_prefix else ""
+        )
+
+    @property
+    def message(self) -> str:
+        """What the user says."""
+        return f"{self.intro}\n\n{self.context}\n\n{self.question}"
 
 
 AnyDraft = TypeVar("AnyDraft", bound=Draft)

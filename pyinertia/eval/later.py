@@ -38,11 +38,12 @@ class Talk(Draft):
 
     def text(self, vocabulary: Vocabulary, with_prefix: bool = True) -> str:
         """The conversation up to the answer that is looked at."""
-        message = f"{self.intro}\n\n{self.context}\n\n{self.question}"
         prefix = self.answer_prefix if with_prefix else ""
         if self.next_question:
-            return vocabulary.chat(message, self.given, self.next_question, answer_prefix=prefix)
-        return vocabulary.chat(message, answer_prefix=f"{self.given}{prefix}")
+            return vocabulary.chat(
+                self.message, self.given, self.next_question, answer_prefix=prefix
+            )
+        return vocabulary.chat(self.message, answer_prefix=f"{self.given}{prefix}")
 
 
 # a talk from a vocabulary, a generator and the number of words of the text
